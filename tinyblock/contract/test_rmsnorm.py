@@ -30,7 +30,7 @@ class TestRMSNorm(EveryLayer):
         "two batch axes": case(),
         "no batch axis": case(axes=(), is_common=False),
         "empty batch": case(axes=(0,), is_common=False),
-        "where eps matters": case(axes=(1, 5), d_model=33, eps=3e-6, x_scale=1e-3),
+        "where eps matters": case(axes=(5,), d_model=33, eps=3e-6, x_scale=1e-3),
         "squares beyond float16": case(axes=(2, 32), d_model=257, x_scale=12000.0),
         "function": Case(
             "rmsnorm",

@@ -52,8 +52,8 @@ KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 NUMBERS = {
     "eps": ("0", "1e-3", "1e-5", "1e-6", "1e-8", "eps**2"),
     "theta": ("1", "10000.0", "None"),
-    "d_k": ("1", "d_model", "q.shape[-2]", "k.shape[-2]"),
-    "-1": ("-2", "-3", "0", "(-2, -1)"),  # an axis
+    "d_k": ("1", "d_model", "q.shape[-2]", "k.shape[-2]", "v.shape[-1]"),
+    "-1": ("-2", "-3", "0", "1", "(-2, -1)"),  # an axis
     "-torch.inf": ("0", "1", "-1", "1e-9", "-1e-9", "torch.inf"),
 }
 # What may be done to a value `_` of a kind.
@@ -309,7 +309,9 @@ def replacements(value: str, node: ast.expr, names: list[str]) -> Iterator[str]:
 def other_numbers(number: str, names: Collection[str]) -> Iterator[str]:
     """Yield what may stand in place of a number."""
     for new in NUMBERS.get(number, ()):
-        is_known = all(name in names for name in re.findall(r"\b(?:[qk]|d_\w+)\b", new))
+        is_known = all(
+            name in names for name in re.findall(r"\b(?:[qkv]|d_\w+)\b", new)
+        )
         if is_known:
             yield new
 

@@ -2,7 +2,8 @@
 
 `search.py` reads the text of these functions, changes it in one place, and compares the
 numbers. A test compares each of them with the formula of its page. A size of 1 in a mask
-stands for all sequences, queries or keys.
+stands for all sequences, queries or keys. Some are written in two ways, because a change
+of one line of the one may take several lines of the other.
 """
 
 import functools
@@ -55,6 +56,15 @@ def attend(q, k, v, mask, d_k):
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(dim=-1)
+    return weights @ v
+
+
+def attend_with_exponentials(q, k, v, mask, d_k):
+    scores = q @ k.mT / d_k**0.5
+    weights = scores.exp()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0)
+    weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights @ v
 
 
@@ -115,19 +125,8 @@ def of_swiglu(x, weights, d_model, d_ff):
     return swiglu(x, *(weights[f"w{number}.weight"] for number in (1, 2, 3)))
 
 
-def of_swiglu_with_sigmoid(x, weights, d_model, d_ff):
-    w1, w2, w3 = (weights[f"w{number}.weight"] for number in (1, 2, 3))
-    return swiglu_with_sigmoid(x, w1, w2, w3)
-
-
 def of_rope(x, weights, token_positions=None, *, theta, d_k, max_seq_len):
     return rope(x, positions_of(x, token_positions), theta, d_k)
-
-
-def of_rope_with_a_wide_table(
-    x, weights, token_positions=None, *, theta, d_k, max_seq_len
-):
-    return rope_with_a_wide_table(x, positions_of(x, token_positions), theta, d_k)
 
 
 def positions_of(x, token_positions):

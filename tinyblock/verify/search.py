@@ -37,17 +37,27 @@ FORMS = {
     "RMSNorm": [Form(equations.of_rms_norm, ["rms_norm"])],
     "SwiGLU": [
         Form(equations.of_swiglu, ["swiglu"]),
-        Form(equations.of_swiglu_with_sigmoid, ["swiglu_with_sigmoid"]),
+        Form(equations.of_swiglu, ["swiglu_with_sigmoid"]),
     ],
     "RotaryPositionalEmbedding": [
         Form(equations.of_rope, ["rope"]),
-        Form(equations.of_rope_with_a_wide_table, ["rope_with_a_wide_table"]),
+        Form(equations.of_rope, ["rope_with_a_wide_table"]),
     ],
-    "scaled_dot_product_attention": [Form(equations.of_function, ["attend"])],
+    "scaled_dot_product_attention": [
+        Form(equations.of_function, ["attend"]),
+        Form(equations.of_function, ["attend_with_exponentials"]),
+    ],
     "CausalMultiHeadSelfAttention": [
-        Form(equations.of_attention, ["self_attention", "attend"])
+        Form(equations.of_attention, ["self_attention", "attend"]),
+        Form(equations.of_attention, ["attend_with_exponentials"]),
     ],
     "Block": [Form(equations.of_block, ["block"])],  # its parts have pages of their own
+}
+# The function that each of these writes in another way.
+IN_PLACE_OF = {
+    "swiglu_with_sigmoid": "swiglu",
+    "rope_with_a_wide_table": "rope",
+    "attend_with_exponentials": "attend",
 }
 
 
@@ -114,8 +124,9 @@ def observe(cases: dict[str, Any]) -> dict[str, Observation]:
 def explain(observations: Sequence[Observation]) -> Change | None:
     """Return the shortest change that gives all results, or None if none or two do."""
     ordered = sorted(observations, key=lambda seen: (not seen.is_wrong, seen.x.numel()))
+    forms = FORMS[observations[0].case.name]
     found = []
-    for form in FORMS[observations[0].case.name]:
+    for form in forms:
         run = lines_run(form, [seen for seen in ordered if seen.is_wrong])
         for name in form.changed:
             if name not in run:
@@ -126,17 +137,21 @@ def explain(observations: Sequence[Observation]) -> Change | None:
                     found.append((change, form))
     if not found:
         return None
-    # A change may only fit where there are as many sequences as heads.
-    for sequences in (3, 6):
-        other = elsewhere(observations, sequences)
+    # A change may only fit where there is one batch axis, or as many sequences as heads.
+    for batch in ((3,), (6,), (2, 3)):
+        other = elsewhere(observations, batch)
         first, *others = (result_of(*each, other) for each in found)
         if not all(is_close(each, first, 1e-9) for each in others):
             return None
-    # Where all functions are the same, a step of the layer itself is said before one of a
-    # function that it calls.
+    # Where all functions are the same, the first way of writing is said before the second,
+    # and a step of the layer itself before one of a function that it calls.
     best, _ = min(
         found,
-        key=lambda each: (each[1].changed.index(each[0].function), each[0].size()),
+        key=lambda each: (
+            forms.index(each[1]),
+            each[1].changed.index(each[0].function),
+            each[0].size(),
+        ),
     )
     return best
 
@@ -159,7 +174,8 @@ def lines_run(form: Form, wrong: Sequence[Observation]) -> dict[str, set[int]]:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            seen.of(form.formula)
+            with called(form.changed):
+                seen.of(form.formula)
         finally:
             sys.settrace(before)
         each_case.append(run)
@@ -183,7 +199,7 @@ def explained_by(
     return ()
 
 
-def raises(changes: Iterable[Change], seen: Observation) -> bool:
+def raises(changes: Sequence[Change], seen: Observation) -> bool:
     """Return whether these changes do not fit a case in which the layer raised an error."""
     if seen.result is not None:
         return False
@@ -197,20 +213,34 @@ def raises(changes: Iterable[Change], seen: Observation) -> bool:
 
 
 @contextlib.contextmanager
-def applied(changes: Iterable[Change]) -> Iterator[None]:
+def applied(changes: Sequence[Change]) -> Iterator[None]:
     """Change functions of equations.py, which also call each other."""
     functions = vars(equations)
     before = {change.function: functions[change.function] for change in changes}
     try:
         for change in changes:
             exec("\n".join(change.after), functions)
+        with called([change.function for change in changes]):
+            yield
+    finally:
+        functions.update(before)
+
+
+@contextlib.contextmanager
+def called(names: Iterable[str]) -> Iterator[None]:
+    """Let all others call the functions of these names that write one in another way."""
+    functions = vars(equations)
+    before = dict(functions)
+    try:
+        for name in names:
+            functions[IN_PLACE_OF.get(name, name)] = functions[name]
         yield
     finally:
         functions.update(before)
 
 
 def agrees(
-    form: Form, changes: Iterable[Change], observations: Iterable[Observation]
+    form: Form, changes: Sequence[Change], observations: Iterable[Observation]
 ) -> bool:
     """Return whether an equation with these changes gives all results."""
     try:
@@ -255,7 +285,9 @@ OTHER_SIZES = {
 }
 
 
-def elsewhere(observations: Sequence[Observation], sequences: int) -> Observation:
+def elsewhere(
+    observations: Sequence[Observation], batch: tuple[int, ...]
+) -> Observation:
     """Return inputs of other sizes, with each option and input that a case has."""
     case = observations[0].case
     options: dict[str, Any] = {}
@@ -272,20 +304,20 @@ def elsewhere(observations: Sequence[Observation], sequences: int) -> Observatio
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     if case.weights is None:
-        x = numbers(sequences, 9, options.get("d_model") or options["d_k"])
+        x = numbers(*batch, 9, options.get("d_model") or options["d_k"])
         shapes = shapes_of(case.name, options)
     else:  # scaled_dot_product_attention
-        x = numbers(sequences, 2, 7, 10)
-        shapes = {"k": (sequences, 2, 9, 10), "v": (sequences, 2, 9, 5)}
+        x = numbers(*batch, 2, 7, 10)
+        shapes = {"k": (*batch, 2, 9, 10), "v": (*batch, 2, 9, 5)}
     inputs = {}
     if "token_positions" in names:
         inputs["token_positions"] = torch.randint(
-            0, 50, (sequences, 9), generator=generator
+            0, 50, (*batch, 9), generator=generator
         )
     if "mask" in names:
-        inputs["mask"] = (numbers(sequences, 9, 9) < 0.5) | (torch.eye(9) > 0)
+        inputs["mask"] = (numbers(*batch, 9, 9) < 0.5) | (torch.eye(9) > 0)
     if "mask" in names and case.weights is not None:
-        inputs["mask"] = inputs["mask"][:, None, :7]
+        inputs["mask"] = inputs["mask"][..., None, :7, :]
     case = dataclasses.replace(case, options=options, inputs=inputs)
     weights = {  # which keep lengths, so that no softmax is 0 or 1
         name: numbers(*shape) / shape[-1] ** 0.5 for name, shape in shapes.items()
