@@ -251,11 +251,16 @@ def agrees(
 
 
 def result_of(change: Change, form: Form, seen: Observation) -> Tensor | None:
+    """Return what the changed equation gives in float64, or None for an exception."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of angles
     try:
         with applied([change]):
             return seen.of(form.formula)
     except Exception:
         return None
+    finally:
+        torch.set_default_dtype(before)
 
 
 def is_close(
