@@ -22,10 +22,10 @@ of tinyblock as bytes, and imports none of them.
 
 import argparse
 import difflib
-import importlib.util
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -450,30 +450,9 @@ def update(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Test layers with the tests beside them or, if there are none, tinyblock's own."""
-    required = ("torch", "pytest", "einops", "jaxtyping")
-    missing = [name for name in required if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandError(
-            f"verify requires {', '.join(missing)}: install them for "
-            f"{sys.executable}, or start the command with another Python"
-        )
-    # By its path, because the package tinyblock may not be found, and imports its layers.
-    spec = importlib.util.spec_from_file_location(
-        "tinyblock_verify", ROOT / "verify" / "__init__.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = package
-    spec.loader.exec_module(package)
-    options = list(arguments.rest)
-    layers = []
-    while options and not options[0].startswith("-"):
-        layers.append(layer_name(options.pop(0)))
-    # `python3 tinyblock` puts this folder there, which would hide a user's rope.py.
-    others = [path for path in sys.path if Path(path).resolve() != ROOT.resolve()]
-    sys.path[:] = [os.getcwd(), *others]  # as `python -m pytest` does
-    return int(package.run(arguments.path.resolve(), layers, options))
+    # By its path, because the package tinyblock imports its layers.
+    start = runpy.run_path(str(ROOT / "verify" / "start.py"))["start"]
+    return int(start(arguments.path, arguments.rest))
 
 
 def print_table(rows: dict[str, str]) -> None:
@@ -571,7 +550,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `tinyblock diff layers | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CommandError, OSError) as error:
+    except (CommandError, ModuleNotFoundError, OSError) as error:
         print(f"tinyblock: error: {error}", file=sys.stderr)
         return 2
     return code
