@@ -26,16 +26,14 @@ import io
 import os
 import re
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 ROOT = Path(__file__).parent
 INIT = (ROOT / "__init__.py").read_text("utf-8")
@@ -63,7 +61,7 @@ HEAD = f"""\
 # flake8: noqa
 # fmt: off
 """
-COPIED_FROM = re.compile(rb"(?:\xef\xbb\xbf)?# Copied from tinyblock: (\S+)")
+COPIED_FROM = re.compile(rb"# Copied from tinyblock: (\S+)")
 IMPORT = re.compile(rb"^\s*from \.(\w+) import\b", re.MULTILINE)
 # Not =======, which may underline a heading. Python reports one that is left over.
 MARKER = re.compile(rb"^(<{7}|>{7})(\s|$)", re.MULTILINE)
@@ -130,16 +128,14 @@ class Copy:
     def merge(self, text: bytes) -> bytes:
         """Return the user's text, into which git merges the changes in tinyblock."""
         if not shutil.which("git"):
-            raise CommandError(
-                f"git must be on PATH to merge your edits of {self.path}: install it"
-            )
-        labels = ("yours", "as it was copied", f"tinyblock {VERSION}")
-        command = ["git", "merge-file", "--stdout", "--diff3"]
+            raise CommandError(f"git must be on PATH to merge {self.path}: install it")
+        new = f"tinyblock {VERSION}"
+        sides = {"yours": text, "as it was copied": self.base, new: self.new}
+        command = ["git", "merge-file", "--stdout", "--diff3", *sides]
         with TemporaryDirectory() as folder:
-            for label, side in zip(labels, (text, self.base, self.new), strict=True):
-                Path(folder, label).write_bytes(side)
-                command += ["-L", label]
-            done = subprocess.run([*command, *labels], cwd=folder, capture_output=True)
+            for name, side in sides.items():  # git writes the names beside its markers
+                Path(folder, name).write_bytes(side)
+            done = subprocess.run(command, cwd=folder, capture_output=True)
         # git exits with the number of conflicts, or with more than 127 after an error. A
         # program that only stands for git, as on a new Mac, prints no file.
         expected = range(1, 128) if MARKER.search(done.stdout) else [0]
@@ -165,10 +161,6 @@ class Copy:
             found.append(CONFLICT)
         elif self.text != self.base:
             found.append("edited")
-        for copy in self.imports():
-            # A missing copy with a base is reported by itself.
-            if copy.text is None and not copy.base and not copy.is_own:
-                found.append(f"imports the missing {copy.name}")
         if not self.new:
             found.append(NOT_RELEASED)
         elif self.is_outdated:
@@ -185,7 +177,9 @@ def read_copy(folder: Path, name: str) -> Copy:
             f"{base_of(folder, name)} has conflict markers: take the whole file from the "
             "branch with the newer tinyblock"
         )
-    copied = copied_from(base) or name  # a renamed copy has its old name in its base
+    copied_from = COPIED_FROM.match(base)
+    # A renamed copy has its old name in its base.
+    copied = copied_from[1].decode() if copied_from else name
     source = SOURCES.get(copied, b"")
     new = HEAD.format(name=copied).encode() + source if source else b""
     base, source, new = (
@@ -194,29 +188,18 @@ def read_copy(folder: Path, name: str) -> Copy:
     return Copy(folder, name, text, base, source, new)
 
 
-def copied_from(text: bytes) -> str:
-    """Return the name of the file in tinyblock, by a copy's first line, or ""."""
-    found = COPIED_FROM.match(text)
-    return found[1].decode() if found else ""
-
-
 def base_of(folder: Path, name: str) -> Path:
     return folder / ".tinyblock" / f"{name}.base"
 
 
 def layer_name(path: str) -> str:
     """Return the layer of a file: "rope" for rope, rope.py and layers/test_rope.py."""
-    return PurePath(path).name.removesuffix(".py").removeprefix("test_")
+    return PurePath(path).stem.removeprefix("test_")
 
 
 def read(path: Path) -> bytes | None:
     """Return what is in a file, or None if there is no file."""
-    if path.is_symlink() and not path.exists():
-        raise CommandError(
-            f"{path} is a link to {os.readlink(path)}, which does not exist: "
-            "restore that file, or delete the link"
-        )
-    return path.read_bytes() if path.exists() else None
+    return path.read_bytes() if path.is_file() else None
 
 
 def with_line_ends_of(example: bytes, text: bytes) -> bytes:
@@ -230,15 +213,11 @@ def with_line_ends_of(example: bytes, text: bytes) -> bytes:
 
 
 @contextmanager
-def opened(folder: Path, *, create: bool = False) -> Iterator[None]:
+def opened(folder: Path) -> Iterator[None]:
     """Let one command at a time work on a folder, and first make up for a stopped one.
 
     Commands do not wait on Windows, nor where a network's disk cannot be locked.
     """
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise CommandError(f"DIR must be a folder, got {folder}")
-    if create:
-        folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
             import fcntl
@@ -265,25 +244,21 @@ def newest_in(text: bytes) -> list[int]:
 def names_in(folder: Path) -> list[str]:
     """Return the names of the copies that have a base, or the partial file of one."""
     bases = folder / ".tinyblock"
-    paths = [*bases.rglob("*.base"), *bases.rglob("*.base.partial")]
-    files = {path.relative_to(bases).as_posix() for path in paths}
-    return sorted(
-        {file.removesuffix(".partial").removesuffix(".base") for file in files}
-    )
+    files = [path.relative_to(bases).as_posix() for path in bases.rglob("*.base*")]
+    return sorted({file.rpartition(".base")[0] for file in files})
 
 
 def recover(folder: Path) -> None:
     """Complete or undo, for each copy, what a stopped command has begun."""
-    for name in {*SOURCES, *names_in(folder)}:
-        base = partial_of(base_of(folder, name))
+    # The last two have no base.
+    for name in (*SOURCES, *names_in(folder), LICENSE, ".tinyblock/version"):
         copy = partial_of(folder / name)
-        if base.exists() and not copy.exists():
+        base = partial_of(base_of(folder, name))
+        if copy.exists():
+            base.unlink(missing_ok=True)  # first: alone, it would mean the opposite
+            copy.unlink()
+        elif base.exists():
             base.replace(os.path.realpath(base_of(folder, name)))
-        for partial in (base, copy):  # a base without its copy would mean the opposite
-            if partial.exists():
-                partial.unlink()
-    for name in (LICENSE, ".tinyblock/version"):
-        partial_of(folder / name).unlink(missing_ok=True)
 
 
 def write(folder: Path, texts: dict[Path, bytes]) -> None:
@@ -304,12 +279,9 @@ def write(folder: Path, texts: dict[Path, bytes]) -> None:
                 shutil.copymode(path, partial)
         for path in texts:
             partial_of(path).replace(os.path.realpath(path))
-    except OSError as error:
+    except OSError:  # as on a full disk
         recover(folder)
-        raise CommandError(
-            f"{path} cannot be written: {error.strerror}: fix this, and repeat the "
-            "command; no file is damaged"
-        ) from error
+        raise
 
 
 def partial_of(path: Path) -> Path:
@@ -318,23 +290,14 @@ def partial_of(path: Path) -> Path:
 
 
 def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
-    """Return the copies that a folder has of these layers and their tests.
-
-    Without layers, return all copies.
-    """
+    """Return a folder's copies of these layers and of their tests, or all copies."""
     require_bases(folder)
     names = names_in(folder)
     absent = sorted(set(layers) - set(map(layer_name, names)))
     if absent or not names:
-        what = f"copy of {' '.join(absent)}" if absent else "copies"
-        raise CommandError(
-            f"{folder} has no {what}: `{started_as()} list` prints what `add` can copy"
-        )
-    return [
-        read_copy(folder, name)
-        for name in names
-        if not layers or layer_name(name) in layers
-    ]
+        raise CommandError(f"{folder} has no copy of {' '.join(absent) or 'a layer'}")
+    selected = [name for name in names if not layers or layer_name(name) in layers]
+    return [read_copy(folder, name) for name in selected]
 
 
 def require_bases(folder: Path) -> None:
@@ -344,9 +307,11 @@ def require_bases(folder: Path) -> None:
     """
     for path in sorted([*folder.glob("*.py"), *folder.glob("contract/*.py")]):
         name = path.relative_to(folder).as_posix()
-        copied = copied_from(path.read_bytes()) if path.is_file() else ""
-        is_duplicate = copied != name and (folder / copied).exists()
-        if copied and not is_duplicate and not read(base_of(folder, name)):
+        copied_from = COPIED_FROM.match(read(path) or b"")
+        if not copied_from or read(base_of(folder, name)):
+            continue
+        copied = copied_from[1].decode()
+        if copied == name or not (folder / copied).exists():
             raise CommandError(
                 f"{path} was copied as {copied}, and has no base "
                 f"{base_of(folder, name)}: restore it, rename it with the copy, or delete "
@@ -356,12 +321,6 @@ def require_bases(folder: Path) -> None:
 
 def bring_up_to_date(folder: Path, copies: Sequence[Copy]) -> int:
     """Write and update copies and what they import, and return the exit code."""
-    for copy in copies:
-        if copy.is_own:
-            raise CommandError(
-                f"{copy.path} is not a copy with a base: restore "
-                f"{base_of(folder, copy.name)}, or move your file or folder away"
-            )
     waiting = list(copies)
     rows: dict[str, str] = {}
     texts: dict[Path, bytes] = {}
@@ -404,13 +363,17 @@ def add(arguments: argparse.Namespace) -> int:
     pages = [page for page in pages if page in SOURCES]
     if arguments.with_tests and pages:
         names += ["contract/conftest.py", *pages]
-    with opened(folder, create=True):
-        code = bring_up_to_date(folder, [read_copy(folder, name) for name in names])
+    folder.mkdir(parents=True, exist_ok=True)
+    with opened(folder):
+        copies = [read_copy(folder, name) for name in names]
+        for copy in copies:
+            if copy.is_own:
+                raise CommandError(
+                    f"{copy.path} is not a copy with a base: move your file or folder away"
+                )
+        code = bring_up_to_date(folder, copies)
     if not (folder / "typecheck.py").exists():
-        command = f"{started_as()} add typecheck --to {shlex.quote(str(folder))}"
-        print(
-            f"Copies check no shapes by themselves. `{command}` copies a file that does"
-        )
+        print("Copies check no shapes. `add typecheck` copies a file that does")
     return code
 
 
@@ -421,9 +384,8 @@ def check(arguments: argparse.Namespace) -> int:
         states = {copy.name: copy.state() for copy in copies}
     found = {name: ", ".join(state) for name, state in states.items() if state}
     print_table(found)
-    print(
-        f"{len(copies) - len(found)} of {len(copies)} copies are unedited and up to date"
-    )
+    unedited = len(copies) - len(found)
+    print(f"{unedited} of {len(copies)} copies are unedited and up to date")
     needs_no_work = {"edited", NOT_RELEASED}
     return int(any(not needs_no_work.issuperset(state) for state in states.values()))
 
@@ -462,45 +424,31 @@ def print_table(rows: dict[str, str]) -> None:
 
 
 def print_diff(old: bytes, new: bytes, old_name: str, new_name: str) -> None:
-    diff = difflib.unified_diff(lines_of(old), lines_of(new), old_name, new_name)
-    for line in diff:
+    # Not splitlines(), which also splits at a form feed within a line.
+    old_lines, new_lines = (
+        io.StringIO(text.decode(errors="backslashreplace")).readlines()
+        for text in (old, new)
+    )
+    for line in difflib.unified_diff(old_lines, new_lines, old_name, new_name):
         print(line.removesuffix("\n"))
         if not line.endswith("\n"):
             print("\\ No newline at end of file")
 
 
-def lines_of(text: bytes) -> list[str]:
-    # Not splitlines(), which also splits at a form feed within a line.
-    return io.StringIO(text.decode(errors="backslashreplace")).readlines()
-
-
-def started_as() -> str:
-    """Return how the user typed the command, for hints."""
-    if Path(sys.argv[0]).is_dir():  # of a clone
-        return f"{PurePath(sys.executable).name} {shlex.quote(sys.argv[0])}"
-    return "tinyblock"
-
-
-class Parser(argparse.ArgumentParser):
-    """Report wrong arguments like other errors, in one line without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(message)
-
-
-def parser() -> Parser:
-    main_parser = Parser(started_as(), description=__doc__.partition("\n")[0])
+def parser() -> argparse.ArgumentParser:
+    description = __doc__.partition("\n")[0]
+    main_parser = argparse.ArgumentParser("tinyblock", description=description)
     commands = main_parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command_of(run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parsers = {}
+    for run in (list_, add, check, diff, update, verify):
         name = run.__name__.removesuffix("_")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        return command
+        parsers[name] = command
 
-    command_of(list_)
-    command = command_of(add)
-    text = f"copy this layer; `{started_as()} list` prints the names"
+    command = parsers["add"]
+    text = "copy this layer; `list` prints the names"
     command.add_argument(
         "layers", nargs="+", type=layer_name, choices=TITLES, metavar="LAYER", help=text
     )
@@ -510,30 +458,25 @@ def parser() -> Parser:
     )
     text = "also copy the tests of these layers (default: copy no tests)"
     command.add_argument("--with-tests", action="store_true", help=text)
-    for run in (check, diff, update):
-        command = command_of(run)
+
+    for command in (parsers["check"], parsers["diff"], parsers["update"]):
         text = "read the copies in this folder"
         command.add_argument("folder", type=Path, metavar="DIR", help=text)
         text = "select a layer and its test (default: select all copies)"
-        # Without a default, an error would say that it is required.
         command.add_argument(
             "layers", nargs="*", default=(), type=layer_name, metavar="LAYER", help=text
         )
-        if run is diff:
-            side = command.add_mutually_exclusive_group()
-            text = "show your edits (default: both)"
-            side.add_argument("--mine", action="store_true", help=text)
-            text = "show later changes in tinyblock (default: both)"
-            side.add_argument("--upstream", action="store_true", help=text)
-    command = command_of(verify)
+    side = parsers["diff"].add_mutually_exclusive_group()
+    text = "show your edits (default: both)"
+    side.add_argument("--mine", action="store_true", help=text)
+    text = "show later changes in tinyblock (default: both)"
+    side.add_argument("--upstream", action="store_true", help=text)
+
+    command = parsers["verify"]
     text = "test the layers in this folder, or the one in this file"
     command.add_argument("path", type=Path, metavar="DIR_OR_FILE", help=text)
-    text = (
-        "select layers by name (default: test all), then pass options to pytest, such as "
-        "-x or -k float64"
-    )
-    rest = command.add_argument("rest", nargs="...", metavar="...", help=text)
-    rest.required = False  # otherwise an error names it beside a missing DIR_OR_FILE
+    text = "names of layers (default: all), then options of pytest, as -x or -k float64"
+    command.add_argument("rest", nargs="...", metavar="...", help=text)
     return main_parser
 
 

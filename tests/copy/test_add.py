@@ -98,18 +98,9 @@ def test_add_keeps_a_file_that_a_layer_imports_and_says_so(empty):
         contents = empty.contents()
         assert contents["ffn.py"] == text, title
         assert ".tinyblock/ffn.py.base" not in contents, title
-    (empty.folder / "ffn.py").write_bytes(b"class SwiGLU: ...")
-    assert empty.rows("check") == {}, "no file is missing"
 
 
 def test_add_keeps_a_folder_of_the_name_of_a_layer(empty):
     (empty.folder / "rmsnorm").mkdir(parents=True)
     assert empty.rows("add", "transformer")["rmsnorm.py"] == KEPT
     assert "rmsnorm.py" not in empty.contents()
-    assert empty.rows("check") == {}, "no file is missing"
-
-
-def test_add_says_how_to_check_shapes_unless_it_copies_the_file_that_does(empty):
-    hint = f"add typecheck --to '{empty.name}'` copies a file that does"
-    assert hint in empty.run("add", "rope")
-    assert hint not in empty.run("add", "rope", "typecheck")

@@ -206,13 +206,6 @@ def test_an_older_tinyblock_is_an_error(older, newer, project):
     assert project.contents() == before
 
 
-def test_a_copy_of_a_release_candidate_is_updated_to_the_release(project):
-    project.release("0.2.0rc1", rope="# draft")
-    project.run("update", "rope")
-    project.release("0.2.0", rope="# new")
-    assert project.rows("update", "rope") == {"rope.py": "updated"}
-
-
 def test_a_copy_that_this_release_does_not_have_is_left_alone(project):
     project.release("0.2.0")
     (project.tinyblock / "rope.py").unlink()
