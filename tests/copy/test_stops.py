@@ -73,6 +73,8 @@ def test_a_stopped_command_is_completed_or_undone(prepare, empty):
     empty.release("0.3.0", rmsnorm="# newer")
     change(empty)
     empty.change("ffn.py", "import math\n", "import math  # newer\n")
+    # A file that 0.2.0 may just have copied.
+    (empty.tinyblock / "parallelize.py").unlink()
     program = [sys.executable, "-BIS", STOPPING, release, empty.tinyblock, empty.name]
     done = subprocess.run(
         [*program, *command],
