@@ -128,8 +128,9 @@ def test_an_error_is_one_line_and_names_what_was_typed(empty, clone):
         assert done.stderr.count("\n") == 1, title
 
 
-def test_what_is_no_layer_is_not_copied(empty, clone):
-    for name in ("copies", "conftest"):
-        done = run(*clone, "add", name, "--to", empty.name, folder=empty.root)
-        assert done.returncode == 2, name
-        assert not empty.folder.exists(), name
+def test_wrong_arguments_copy_nothing(empty, clone):
+    to = f"--to={empty.name}"
+    for arguments in (["copies", to], ["conftest", to], ["rope"], [to]):
+        done = run(*clone, "add", *arguments, folder=empty.root)
+        assert done.returncode == 2, arguments
+        assert not empty.folder.exists(), arguments
