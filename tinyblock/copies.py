@@ -93,12 +93,13 @@ class Copy:
 
     @property
     def is_own(self) -> bool:
-        """Return whether the user has a file or folder of this name that is not a copy.
+        """Return whether the user has a file or package of this name that is not a copy.
 
         A file without a base is a copy if it is as in this release.
         """
         if self.text is None:
-            return not self.base and self.path.with_suffix("").is_dir()
+            package = self.path.with_suffix("")
+            return not self.base and any(package.glob("*.py"))
         return not self.base and self.text not in (self.source, self.new)
 
     @property
@@ -108,16 +109,16 @@ class Copy:
     def plan(self) -> tuple[str, bytes | None]:
         """Return what `update` does with a copy, in words, and the copy's next text.
 
-        The base then becomes the new text. None leaves the copy and its base alone.
+        The base then becomes `self.new`. None leaves the copy and its base alone.
         """
         if self.is_own:
-            return "kept, because it is not a copy", None
+            return "kept, because it is not a copy with a base", None
+        if self.text and MARKER.search(self.text):
+            return CONFLICT, None
         if not self.new:
             return NOT_RELEASED, None
-        if self.text is None or not self.base:
+        if self.text is None or not self.base:  # if there is a text, it is the new one
             return "copied", self.new
-        if MARKER.search(self.text):
-            return CONFLICT, None
         if not self.is_outdated:
             return "up to date" if self.text == self.base else "edited", None
         if self.text in (self.base, self.new):
@@ -129,8 +130,8 @@ class Copy:
         """Return the user's text, into which git merges the changes in tinyblock."""
         if not shutil.which("git"):
             raise CommandError(f"git must be on PATH to merge {self.path}: install it")
-        new = f"tinyblock {VERSION}"
-        sides = {"yours": text, "as it was copied": self.base, new: self.new}
+        release = f"tinyblock {VERSION}"
+        sides = {"yours": text, "as it was copied": self.base, release: self.new}
         command = ["git", "merge-file", "--stdout", "--diff3", *sides]
         with TemporaryDirectory() as folder:
             for name, side in sides.items():  # git writes the names beside its markers
@@ -231,7 +232,8 @@ def opened(folder: Path) -> Iterator[None]:
                 f"{folder} has copies from a newer tinyblock than this one, {VERSION}: "
                 "update tinyblock"
             )
-        recover(folder)
+        if (folder / ".tinyblock").exists():  # otherwise the files are the user's
+            recover(folder)
         yield
 
 
@@ -252,20 +254,20 @@ def recover(folder: Path) -> None:
     """Complete or undo, for each copy, what a stopped command has begun."""
     # The last two have no base.
     for name in (*SOURCES, *names_in(folder), LICENSE, ".tinyblock/version"):
-        copy = partial_of(folder / name)
-        base = partial_of(base_of(folder, name))
-        if copy.exists():
-            base.unlink(missing_ok=True)  # first: alone, it would mean the opposite
-            copy.unlink()
-        elif base.exists():
-            base.replace(os.path.realpath(base_of(folder, name)))
+        new_copy = partial_of(folder / name)
+        new_base = partial_of(base_of(folder, name))
+        if new_copy.exists():
+            new_base.unlink(missing_ok=True)  # first: alone, it would mean the opposite
+            new_copy.unlink()
+        elif new_base.exists():
+            new_base.replace(os.path.realpath(base_of(folder, name)))
 
 
 def write(folder: Path, texts: dict[Path, bytes]) -> None:
-    """Replace files in two phases: copies, then their bases.
+    """Write all partial files, then let them take their places, both in this order.
 
-    Each is the whole old file or the whole new one at any moment. A link stays one, and
-    a file keeps its mode.
+    Each file is the whole old one or the whole new one at any moment. A link stays one,
+    and a file keeps its mode.
     """
     try:
         for path, text in texts.items():
@@ -303,7 +305,7 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
 def require_bases(folder: Path) -> None:
     """Require a base of each file that says in its first line that it is a copy.
 
-    Otherwise it would never be updated again. The user may duplicate a copy.
+    Otherwise it would never be updated again.
     """
     for path in sorted([*folder.glob("*.py"), *folder.glob("contract/*.py")]):
         name = path.relative_to(folder).as_posix()
@@ -311,7 +313,8 @@ def require_bases(folder: Path) -> None:
         if not copied_from or read(base_of(folder, name)):
             continue
         copied = copied_from[1].decode()
-        if copied == name or not (folder / copied).exists():
+        is_duplicate = copied != name and (folder / copied).exists()
+        if not is_duplicate:
             raise CommandError(
                 f"{path} was copied as {copied}, and has no base "
                 f"{base_of(folder, name)}: restore it, rename it with the copy, or delete "
@@ -337,7 +340,7 @@ def bring_up_to_date(folder: Path, copies: Sequence[Copy]) -> int:
         if not copy.is_own:
             waiting += copy.imports()
     if bases:
-        # Before the copies, so that a stop in between lets in no older tinyblock.
+        # The version is first, so that a stop lets in no older tinyblock.
         first = {folder / ".tinyblock" / "version": f"{VERSION}\n".encode()}
         if not (folder / LICENSE).exists():
             first[folder / LICENSE] = (ROOT / "LICENSE").read_bytes()
@@ -359,10 +362,10 @@ def add(arguments: argparse.Namespace) -> int:
     """Copy layers, and what they import, into a folder."""
     folder, layers = arguments.folder, arguments.layers
     names = [f"{layer}.py" for layer in layers]
-    pages = [f"contract/test_{layer}.py" for layer in layers]
-    pages = [page for page in pages if page in SOURCES]
-    if arguments.with_tests and pages:
-        names += ["contract/conftest.py", *pages]
+    tests = [f"contract/test_{layer}.py" for layer in layers]
+    tests = [test for test in tests if test in SOURCES]
+    if arguments.with_tests and tests:
+        names += ["contract/conftest.py", *tests]
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder):
         copies = [read_copy(folder, name) for name in names]

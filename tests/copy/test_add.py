@@ -4,7 +4,7 @@ from imports import neighbors_of
 
 LICENSE = "LICENSE.tinyblock"
 NOT_A_COPY = "is not a copy with a base"
-KEPT = "kept, because it is not a copy"
+KEPT = "kept, because it is not a copy with a base"
 
 
 def with_bases(project, names):
@@ -101,6 +101,9 @@ def test_add_keeps_a_file_that_a_layer_imports_and_says_so(empty):
 
 
 def test_add_keeps_a_folder_of_the_name_of_a_layer(empty):
-    (empty.folder / "rmsnorm").mkdir(parents=True)
-    assert empty.rows("add", "transformer")["rmsnorm.py"] == KEPT
+    for name in ("rmsnorm/__init__.py", "ffn/__pycache__/kept_by_git.pyc"):
+        (empty.folder / name).parent.mkdir(parents=True)
+        (empty.folder / name).touch()
+    rows = empty.rows("add", "transformer")
+    assert (rows["rmsnorm.py"], rows["ffn.py"]) == (KEPT, "copied")
     assert "rmsnorm.py" not in empty.contents()

@@ -120,12 +120,16 @@ ERRORS = {
 
 def test_an_error_is_one_line_and_names_what_was_typed(empty, clone):
     (empty.root / "a file").touch()
+    (empty.root / "no where").mkdir()
+    users = empty.root / "no where" / "ffn.py.partial"  # not tinyblock's to delete
+    users.touch()
     for title, (command, named) in ERRORS.items():
         done = run(*clone, *command, folder=empty.root)
         assert (done.returncode, done.stdout) == (2, ""), title
         assert done.stderr.startswith("tinyblock: error: "), title
         assert named in done.stderr, title
         assert done.stderr.count("\n") == 1, title
+    assert users.exists()
 
 
 def test_wrong_arguments_copy_nothing(empty, clone):

@@ -214,6 +214,8 @@ def test_a_copy_that_this_release_does_not_have_is_left_alone(project):
         rows = project.rows(command, "rope")
         assert rows == {"rope.py": "not in tinyblock 0.2.0"}
     assert project.contents() == before
+    project.append("rope.py", "<<<<<<< yours")
+    assert project.rows("update", "rope", code=1) == {"rope.py": CONFLICT}
 
 
 def test_a_release_without_a_new_number_is_a_change(project):
