@@ -4,6 +4,7 @@ FLOPs are those of matrix products, convolutions, attention and recurrent layers
 for each product of two numbers that is added to a sum. Everything else has none.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -74,12 +75,12 @@ def facts_of(operation: str) -> Facts:
         return Facts(nothing)
     if namespace != "aten":
         return Facts()
-    if name.startswith("new_") or name.endswith("_like"):
-        return without("self")
     if name in OPERATIONS:
         return OPERATIONS[name]
     if name.removesuffix("_") in OPERATIONS:  # the same, in place
         return OPERATIONS[name.removesuffix("_")]
+    if TAKES_SHAPE.fullmatch(name):
+        return without("self")
     return Facts(nothing) if multiplies_nothing(name) else Facts()
 
 
@@ -94,7 +95,9 @@ def multiplies_nothing(name: str) -> bool:
     forms = {name, form, name.removesuffix("_backward"), form.removesuffix("_backward")}
     for each in forms:
         listed = OPERATIONS.get(each) or OPERATIONS.get(f"{each}_")
-        if each in FREE or (listed and listed.flops is nothing):
+        if each in FREE or FREE_FAMILIES.match(each):
+            return True
+        if listed and listed.flops is nothing:
             return True
         packet = getattr(torch.ops.aten, each, None)
         overloads = packet.overloads() if packet else []
@@ -221,11 +224,11 @@ def chosen(table: str) -> Facts:
     return Facts(nothing, {table: numbers})
 
 
-def per_index(*tables: str) -> Facts:
-    """Touch a number for each index."""
+def as_many_as(other: str, *tables: str) -> Facts:
+    """Touch as many numbers as another argument has."""
 
     def numbers(given: Given, result: Any) -> int:
-        return given["index"].numel()
+        return given[other].numel()
 
     return Facts(nothing, dict.fromkeys(tables, numbers))
 
@@ -241,48 +244,17 @@ def _put(given: Given, result: Any) -> int:
     return selected * prod(table.shape[axis] for axis in others)
 
 
-def rows(table: str, positions: str) -> Facts:
-    """Touch a row of the table for each position."""
+def rows(table: str) -> Facts:
+    """Touch a row of the table for each index."""
 
     def numbers(given: Given, result: Any) -> int:
-        whole = given[table]
-        if not whole.numel() or not whole.ndim:
-            return whole.numel()
-        row = whole.numel() // whole.shape[given.get("dim", 0)]
-        return given[positions].numel() * row
+        return given["indices"].numel() * given[table].shape[1:].numel()
 
     return Facts(nothing, {table: numbers})
 
 
-def search(table: str) -> Facts:
-    """Read what a binary search meets."""
-
-    def numbers(given: Given, result: Any) -> int:
-        return result.numel() * given[table].shape[-1].bit_length()
-
-    return Facts(nothing, {table: numbers})
-
-
-def neighbors(count: int, table: str = "self") -> Facts:
-    """Read the neighbors of each number of the result, as many as the mode has.
-
-    Backward reads those of each number of the result's gradient.
-    """
-    nearest, bicubic = 1, 2  # the modes of grid_sampler; 0 is linear
-
-    def numbers(given: Given, result: Any) -> int:
-        mode = given.get("interpolation_mode", 0)
-        if mode == nearest and "grad_output" in given:
-            return 0  # the nearest number stays the nearest one
-        output = given.get("grad_output", result)
-        return output.numel() * {nearest: 1, bicubic: 16}.get(mode, count)
-
-    return Facts(nothing, {table: numbers})
-
-
-PUT = Facts(nothing, {"self": _put})
-OVERWRITES = Facts(nothing, overwrites=True)
 ATTENTION = Facts(_attention)
+OVERWRITES = Facts(nothing, overwrites=True)
 
 OPERATIONS: dict[str, Facts] = {
     # They multiply.
@@ -319,64 +291,31 @@ OPERATIONS: dict[str, Facts] = {
     "_transformer_encoder_layer_fwd": Facts(_encoder_layer),
     "_native_multi_head_attention": Facts(_encoder_layer),
     # They choose from a table.
-    "embedding": rows("weight", "indices"),
-    "gather": per_index("self"),
+    "embedding": chosen("weight"),
+    "gather": chosen("self"),
     "index": chosen("self"),
     "_unsafe_index": chosen("self"),
-    "index_select": rows("self", "index"),
-    "take": per_index("self"),
-    "_embedding_bag": rows("weight", "indices"),
-    "_embedding_bag_forward_only": rows("weight", "indices"),
-    "_embedding_bag_per_sample_weights_backward": rows("weight", "indices"),
-    "embedding_renorm_": rows("self", "indices"),
-    "bucketize": search("boundaries"),
-    "searchsorted": search("sorted_sequence"),
-    "upsample_nearest1d": neighbors(1),
-    "upsample_nearest2d": neighbors(1),
-    "upsample_nearest3d": neighbors(1),
-    "_upsample_nearest_exact1d": neighbors(1),
-    "_upsample_nearest_exact2d": neighbors(1),
-    "_upsample_nearest_exact3d": neighbors(1),
-    "upsample_linear1d": neighbors(2),
-    "upsample_bilinear2d": neighbors(4),
-    "upsample_trilinear3d": neighbors(8),
-    "upsample_bicubic2d": neighbors(16),
-    "grid_sampler_2d": neighbors(4, "input"),
-    "grid_sampler_2d_backward": neighbors(4, "input"),
-    "grid_sampler_3d": neighbors(8, "input"),
-    "grid_sampler_3d_backward": neighbors(8, "input"),
+    "index_select": chosen("self"),
+    "take": chosen("self"),
+    "_embedding_bag": rows("weight"),
+    "_embedding_bag_forward_only": rows("weight"),
+    "_embedding_bag_per_sample_weights_backward": rows("weight"),
     # They change a table in part. Out of place, they copy all of it.
-    "index_add_": rows("self", "index"),
-    "index_copy_": replace(rows("self", "index"), overwrites=True),
-    "index_put_": PUT,
-    "_index_put_impl_": PUT,
-    "index_reduce_": rows("self", "index"),
-    "index_fill_": replace(rows("self", "index"), overwrites=True),
-    "put_": per_index("self"),
-    "scatter_": per_index("self", "src"),
-    "scatter_add_": per_index("self", "src"),
-    "scatter_reduce_": per_index("self", "src"),
+    "embedding_renorm_": rows("self"),
+    "index_add_": as_many_as("source", "self"),
+    "index_copy_": replace(as_many_as("source", "self"), overwrites=True),
+    "index_put_": Facts(nothing, {"self": _put}),
+    "_index_put_impl_": Facts(nothing, {"self": _put}),
+    "index_reduce_": as_many_as("source", "self"),
+    "put_": as_many_as("index", "self"),
+    "scatter_": as_many_as("index", "self", "src"),
+    "scatter_add_": as_many_as("index", "self", "src"),
+    "scatter_reduce_": as_many_as("index", "self", "src"),
     # They take arguments for their shapes.
     "fill": without("self"),
     "nll_loss_backward": without("self"),
     "nll_loss2d_backward": without("self"),
     "native_layer_norm_backward": without("bias"),
-    "avg_pool2d_backward": without("self"),
-    "avg_pool3d_backward": without("self"),
-    "_adaptive_avg_pool2d_backward": without("self"),
-    "_adaptive_avg_pool3d_backward": without("self"),
-    "max_pool2d_with_indices_backward": without("self"),
-    "max_pool3d_with_indices_backward": without("self"),
-    "adaptive_max_pool2d_backward": without("self"),
-    "adaptive_max_pool3d_backward": without("self"),
-    "fractional_max_pool2d_backward": without("self"),
-    "fractional_max_pool3d_backward": without("self"),
-    "reflection_pad1d_backward": without("self"),
-    "reflection_pad2d_backward": without("self"),
-    "reflection_pad3d_backward": without("self"),
-    "replication_pad1d_backward": without("self"),
-    "replication_pad2d_backward": without("self"),
-    "replication_pad3d_backward": without("self"),
     # They overwrite what they change.
     "copy_": OVERWRITES,
     "fill_": OVERWRITES,
@@ -387,20 +326,21 @@ OPERATIONS: dict[str, Facts] = {
     "normal_": OVERWRITES,
     "random_": OVERWRITES,
     "uniform_": OVERWRITES,
-    "geometric_": OVERWRITES,
-    "cauchy_": OVERWRITES,
-    "log_normal_": OVERWRITES,
 }
+# They take an argument `self` for its shape, too.
+TAKES_SHAPE = re.compile(r"new_.*|.*_like|.*(pool|pad)\dd.*_backward")
+# Pools, pads, and what samples images multiply nothing.
+FREE_FAMILIES = re.compile(r".*(pool|pad)\dd|upsample_|grid_sampler_\dd")
 # They multiply nothing, and no rule of torch says so.
 FREE = {
     # They copy, and put together.
     *["to_copy", "cat", "stack", "repeat", "repeat_interleave", "roll", "flip"],
-    *["constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d"],
-    *["replication_pad2d", "im2col", "col2im", "pixel_shuffle", "pixel_unshuffle"],
+    *["constant_pad_nd", "im2col", "col2im", "pixel_shuffle", "pixel_unshuffle"],
     *["pack_padded_sequence", "to_dense", "to_sparse"],
     # They choose.
     *["embedding_dense", "embedding_bag_dense", "masked_select", "masked_scatter"],
     *["tril", "triu", "sort", "topk", "nonzero", "unique2", "histc"],
+    *["bucketize", "searchsorted", "index_fill"],
     # They make.
     *["empty", "empty_strided", "full", "arange", "zeros", "ones", "eye", "linspace"],
     *["scalar_tensor", "rand", "randn", "randint", "randperm", "multinomial"],
@@ -410,10 +350,6 @@ FREE = {
     *["softmax_backward_data", "log_softmax_backward_data", "native_layer_norm"],
     *["native_group_norm", "native_batch_norm", "cudnn_batch_norm", "fused_rms_norm"],
     *["weight_norm_interface"],
-    # They pool.
-    *["avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d"],
-    *["adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d"],
-    *["max_pool2d_with_indices", "max_pool3d_with_indices"],
     # They are pointwise without the tag.
     *["glu", "prelu_kernel", "hardswish", "log_sigmoid", "log_sigmoid_forward"],
     *["floor_divide"],

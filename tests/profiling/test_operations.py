@@ -36,108 +36,86 @@ def back(result):
 
 V, M, B = numbers(3), numbers(3, 3), numbers(2, 3, 3)
 HEADS = numbers(1, 1, 3, 4)
-LINE, IMAGE, VIDEO = numbers(1, 1, 6), numbers(1, 1, 5, 5), numbers(1, 1, 3, 3, 3)
-BOUNDARIES = torch.linspace(0, 1, 30)
+LINE, IMAGE = numbers(1, 1, 6), numbers(1, 1, 5, 5)
 SCORES, TABLE = numbers(4, 3), numbers(12, 3)
 TARGETS, PLACES = torch.tensor([0, 2, 1, 1]), torch.tensor([4, 0])
-GRID = numbers(1, 1, 2, 2)
-CUBE = numbers(1, 1, 1, 2, 3)
-FIRST, FROZEN = nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3).requires_grad_(False)
-LSTM = nn.LSTM(2, 2)
-CALLS = [
-    # They multiply.
-    lambda: [M @ M, torch.bmm(B, B), torch.mv(M, V), torch.dot(V, V)],
-    lambda: [torch.vdot(V, V), torch.addmm(M, M, M), torch.addmm(M, M, M, beta=0)],
-    lambda: [torch._addmm_activation(V, M, M), torch.addmv(V, M, V)],
-    lambda: [torch.addmv(V, M, V, beta=0), torch.baddbmm(B, B, B, beta=0)],
-    lambda: [
-        torch.baddbmm(B, B, B),
-        torch.addbmm(M, B, B),
-        torch.addbmm(M, B, B, beta=0),
-    ],
-    lambda: F.grouped_mm(numbers(2, 4, 8), numbers(2, 8, 8)),
-    lambda: back(FIRST(numbers(1, 2, 4))),
-    lambda: back(FIRST(numbers(1, 2, 4).detach())),
-    lambda: back(FROZEN(numbers(1, 2, 4))),
-    lambda: back(F.scaled_dot_product_attention(HEADS, HEADS, HEADS)),
-    lambda: back(LSTM(numbers(2, 1, 2))[0]),
-    # They choose from a table, or change it in part.
-    lambda: back(F.embedding(PLACES, TABLE)),
-    lambda: F.embedding(PLACES, TABLE.detach().clone(), max_norm=0.1),
-    lambda: [
-        TABLE.gather(0, PLACES[:, None]),
-        TABLE[PLACES],
-        TABLE.index_select(0, PLACES),
-    ],
-    lambda: [TABLE.take(PLACES), torch.ops.aten._unsafe_index(TABLE, [PLACES])],
-    lambda: back(F.embedding_bag(PLACES[None], TABLE, mode="sum")),
-    lambda: back(
-        F.embedding_bag(
-            PLACES[None], TABLE, mode="sum", per_sample_weights=numbers(1, 2)
-        )
-    ),
-    lambda: F.embedding_bag(PLACES[None], TABLE.detach(), mode="sum"),
-    lambda: torch.bucketize(numbers(2).detach(), BOUNDARIES),
-    lambda: torch.searchsorted(BOUNDARIES, numbers(2).detach()),
-    lambda: back(F.interpolate(LINE, 2, mode="nearest")),
-    lambda: back(F.interpolate(IMAGE, 2, mode="nearest")),
-    lambda: back(F.interpolate(VIDEO, 2, mode="nearest")),
-    lambda: back(F.interpolate(LINE, 2, mode="nearest-exact")),
-    lambda: back(F.interpolate(IMAGE, 2, mode="nearest-exact")),
-    lambda: back(F.interpolate(VIDEO, 2, mode="nearest-exact")),
-    lambda: back(F.interpolate(LINE, 2, mode="linear")),
-    lambda: back(F.interpolate(IMAGE, 2, mode="bilinear")),
-    lambda: back(F.interpolate(VIDEO, 2, mode="trilinear")),
-    lambda: back(F.interpolate(IMAGE, 2, mode="bicubic")),
-    lambda: back(F.grid_sample(IMAGE, GRID, align_corners=False)),
-    lambda: back(F.grid_sample(IMAGE, GRID, mode="bicubic", align_corners=False)),
-    lambda: back(F.grid_sample(IMAGE, GRID.detach(), align_corners=False)),
-    lambda: back(F.grid_sample(VIDEO, CUBE.detach(), align_corners=False)),
-    lambda: back(F.grid_sample(VIDEO, CUBE, mode="nearest", align_corners=False)),
-    lambda: table().index_add_(0, PLACES, SCORES[:2].detach()),
-    lambda: table().index_copy_(0, PLACES, SCORES[:2].detach()),
-    lambda: table().index_reduce_(0, PLACES, SCORES[:2].detach(), "prod"),
-    lambda: table().index_fill_(0, PLACES, 2.0),
-    lambda: table().put_(PLACES, V[:2].detach()),
-    lambda: table().index_put_((PLACES,), SCORES[:2].detach()),
-    lambda: table().index_put_((PLACES,), SCORES[:2].detach(), accumulate=True),
-    lambda: torch.ops.aten.index_put_(table(), [None, PLACES % 3], torch.tensor(2.0)),
-    lambda: torch._index_put_impl_(table(), (PLACES,), SCORES[:2].detach()),
-    lambda: table().scatter_(0, PLACES[:, None], SCORES.detach()),
-    lambda: table().scatter_add_(0, PLACES[:, None], SCORES.detach()),
-    lambda: table().scatter_reduce_(0, PLACES[:, None], SCORES.detach(), "prod"),
-    # They take arguments for their shapes, or overwrite them.
-    lambda: torch.fill(M, 2.0),
-    lambda: back(F.nll_loss(SCORES.log_softmax(-1), TARGETS)),
-    lambda: back(F.nll_loss(numbers(2, 3, 2), torch.ones(2, 2, dtype=torch.int64))),
-    lambda: back(F.layer_norm(SCORES, (3,), V, V)),
-    lambda: [back(F.avg_pool2d(IMAGE, 2)), back(F.avg_pool3d(VIDEO, 2))],
-    lambda: [
-        back(F.adaptive_avg_pool2d(IMAGE, 2)),
-        back(F.adaptive_avg_pool3d(VIDEO, 2)),
-    ],
-    lambda: [back(F.max_pool2d(IMAGE, 2)), back(F.max_pool3d(VIDEO, 2))],
-    lambda: [
-        back(F.adaptive_max_pool2d(IMAGE, 2)),
-        back(F.adaptive_max_pool3d(VIDEO, 2)),
-    ],
-    lambda: back(F.fractional_max_pool2d(IMAGE, 2, output_size=2)),
-    lambda: back(F.fractional_max_pool3d(VIDEO, 2, output_size=1)),
-    *[
-        lambda mode=mode, x=x: back(F.pad(x, [1] * (2 * x.ndim - 4), mode=mode))
-        for mode in ("reflect", "replicate")
-        for x in (LINE, IMAGE, VIDEO)
-    ],
-    lambda: table().copy_(TABLE.detach()),
-    lambda: [
-        table().fill_(2.0),
-        table().zero_(),
-        table().masked_fill_(table() > 0.5, 2.0),
-    ],
-    lambda: [table().bernoulli_(), table().exponential_(), table().normal_()],
-    lambda: [table().random_(), table().uniform_(), table().geometric_(0.5)],
-    lambda: [table().cauchy_(), table().log_normal_()],
-]
+
+
+def multiply():
+    torch.mm(M, M)
+    torch.bmm(B, B)
+    torch.mv(M, V)
+    torch.dot(V, V)
+    torch.vdot(V, V)
+    torch._addmm_activation(V, M, M)
+    for beta in (0, 1):
+        torch.addmm(M, M, M, beta=beta)
+        torch.addmv(V, M, V, beta=beta)
+        torch.baddbmm(B, B, B, beta=beta)
+        torch.addbmm(M, B, B, beta=beta)
+    F.grouped_mm(numbers(2, 4, 8), numbers(2, 8, 8))
+    first, frozen = nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3).requires_grad_(False)
+    back(first(numbers(1, 2, 4)))
+    back(first(numbers(1, 2, 4).detach()))
+    back(frozen(numbers(1, 2, 4)))
+    back(F.scaled_dot_product_attention(HEADS, HEADS, HEADS))
+    back(nn.LSTM(2, 2)(numbers(2, 1, 2))[0])
+
+
+def choose():
+    back(F.embedding(PLACES, TABLE))
+    F.embedding(PLACES, table(), max_norm=0.1)
+    TABLE.gather(0, PLACES[:, None])
+    TABLE.index_select(0, PLACES)
+    TABLE.take(PLACES)
+    torch.ops.aten.index(TABLE, [PLACES])
+    torch.ops.aten._unsafe_index(TABLE, [PLACES])
+    back(F.embedding_bag(PLACES[None], TABLE, mode="sum"))
+    weights = numbers(1, 2)
+    bag = F.embedding_bag(PLACES[None], TABLE, mode="sum", per_sample_weights=weights)
+    back(bag)
+    F.embedding_bag(PLACES[None], table(), mode="sum")
+
+
+def change_in_part():
+    rows, numbers = SCORES[:2].detach(), SCORES.detach()
+    table().index_add_(0, PLACES, rows)
+    table().index_copy_(0, PLACES, rows)
+    table().index_reduce_(0, PLACES, rows, "prod")
+    table().put_(PLACES, rows[0, :2])
+    table().index_put_((PLACES,), rows)
+    table().index_put_((PLACES,), rows, accumulate=True)
+    torch.ops.aten.index_put_(table(), [None, PLACES % 3], torch.tensor(2.0))
+    torch._index_put_impl_(table(), (PLACES,), rows)
+    table().scatter_(0, PLACES[:, None], numbers)
+    table().scatter_add_(0, PLACES[:, None], numbers)
+    table().scatter_reduce_(0, PLACES[:, None], numbers, "prod")
+
+
+def take_shapes():
+    torch.fill(M, 2.0)
+    back(F.nll_loss(SCORES.log_softmax(-1), TARGETS))
+    back(F.nll_loss(numbers(2, 3, 2), torch.ones(2, 2, dtype=torch.int64)))
+    back(F.layer_norm(SCORES, (3,), V, V))
+    back(F.avg_pool2d(IMAGE, 2))
+    back(F.adaptive_avg_pool2d(IMAGE, 2))
+    back(F.max_pool2d(IMAGE, 2))
+    back(F.adaptive_max_pool2d(IMAGE, 2))
+    back(F.fractional_max_pool2d(IMAGE, 2, output_size=2))
+    back(F.pad(LINE, [1, 1], mode="reflect"))
+    back(F.pad(IMAGE, [1] * 4, mode="replicate"))
+
+
+def overwrite():
+    table().copy_(TABLE.detach())
+    table().fill_(2.0)
+    table().zero_()
+    table().masked_fill_(table() > 0.5, 2.0)
+    table().bernoulli_()
+    table().exponential_()
+    table().normal_()
+    table().random_()
+    table().uniform_()
 
 
 def table():
@@ -145,7 +123,7 @@ def table():
 
 
 class Changes(TorchDispatchMode):
-    """Calls each operation of the table again, with one number changed.
+    """Calls each operation of which the table says something again, with one number changed.
 
     found: what the table says otherwise.
     """
@@ -159,13 +137,13 @@ class Changes(TorchDispatchMode):
         names = [each.name for each in function._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         name = str(function._overloadpacket).removeprefix("aten.")
-        if name not in OPERATIONS:
+        facts = facts_of(f"aten.{name}")
+        if name not in OPERATIONS and not facts.touches:
             return function(**given)
         before = copied(given)
         first = run(function, copied(given))
         made, _ = first
         self.called.add(name)
-        facts = facts_of(f"aten.{name}")
         changed = {each.name for each in function._schema.arguments if each.is_write}
         for argument, value in before.items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -232,7 +210,10 @@ def others(call, argument, places):
 @pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
 def test_arguments_are_touched_as_the_table_says():
     with Changes() as changes:
-        for call in CALLS:
-            call()
+        multiply()
+        choose()
+        change_in_part()
+        take_shapes()
+        overwrite()
     assert changes.found == []
-    assert set(OPERATIONS) - ELSEWHERE == changes.called
+    assert not set(OPERATIONS) - ELSEWHERE - changes.called
