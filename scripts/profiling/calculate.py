@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from operator import itemgetter
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from torch import Tensor
 from .events import Event, Place, Record, Stay
 from .operations import name_of
 
-THREADS = "modules in Python threads"
+Number = TypeVar("Number", int, float)
+
+THREADS = "what runs in Python threads"
 DIFFERENT = "runs that differ"
 
 
@@ -45,7 +48,6 @@ class Work:
     moved_bytes: what it must read and write at least.
     kept_bytes: what autograd keeps for backward, unless an earlier part keeps it; None if
         it is unknown.
-    is_sparse: whether a tensor is.
     """
 
     calls: int = 0
@@ -55,7 +57,6 @@ class Work:
     unseen: tuple[str, ...] = ()
     moved_bytes: int = 0
     kept_bytes: int | None = 0
-    is_sparse: bool = False
 
     @property
     def ops(self) -> int:
@@ -81,7 +82,7 @@ def works_of(records: Sequence[Record]) -> dict[str, Work]:
         if len(found) < len(runs) or any(
             _content(x) != _content(found[0]) for x in found
         ):
-            works[part] = bounded(works[part])
+            works[part] = bounded(works[part], DIFFERENT)
     return works
 
 
@@ -97,8 +98,6 @@ def least(works: Sequence[Work]) -> Work:
         operations=sorted_by_time(
             replace(each, total_s=median(times[each.name])) for each in work.operations
         ),
-        # A thread may work while another part waits for it than in other runs.
-        unseen=tuple(dict.fromkeys(name for each in works for name in each.unseen)),
     )
 
 
@@ -108,10 +107,10 @@ def _content(work: Work) -> object:
     return work.calls, work.flops, work.kept_bytes, operations
 
 
-def bounded(work: Work) -> Work:
-    """Return the work of a part whose runs differ: some of it may be missing."""
-    unseen = dict.fromkeys([*work.unseen, DIFFERENT])
-    return replace(work, unseen=tuple(unseen), kept_bytes=None)
+def bounded(work: Work, unseen: str) -> Work:
+    """Return the work of a part of which some may be missing."""
+    names = dict.fromkeys([*work.unseen, unseen])
+    return replace(work, unseen=tuple(names), kept_bytes=None)
 
 
 def works_in(record: Record) -> dict[str, Work]:
@@ -132,11 +131,7 @@ def works_in(record: Record) -> dict[str, Work]:
             unknown=unknown_in(events),
             moved_bytes=sum(map(moved_bytes, found)),
             kept_bytes=None if kept is None else kept.get(part, 0),
-            is_sparse=any(event.is_sparse for event in events),
         )
-    for part in record.in_threads:
-        work = works.get(part, Work())
-        works[part] = replace(work, unseen=(THREADS,), kept_bytes=None)
     return {part: work for part, work in works.items() if work != Work()}
 
 
@@ -175,24 +170,23 @@ def sorted_by_time(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     return tuple(sorted(operations, key=lambda each: -each.total_s))
 
 
+def sums(pairs: Iterable[tuple[str, Number]]) -> dict[str, Number]:
+    """Add up the numbers of each name."""
+    found: dict[str, Number] = {}
+    for name, number in pairs:
+        found[name] = found.get(name, 0) + number
+    return found
+
+
 def flops_of(events: Iterable[Event]) -> dict[str, int]:
     """Return the known FLOPs, by dtype."""
-    flops: dict[str, int] = {}
-    for event in events:
-        if event.flops and event.flops.count:
-            dtype = name_of(event.flops.dtype)
-            flops[dtype] = flops.get(dtype, 0) + event.flops.count
-    return flops
+    flops = [event.flops for event in events if event.flops]
+    return sums((name_of(each.dtype), each.count) for each in flops if each.count)
 
 
 def unknown_in(events: Iterable[Event]) -> dict[str, float]:
     """Return the operations whose FLOPs are unknown, with their seconds."""
-    unknown: dict[str, float] = {}
-    for event in events:
-        if event.flops is None:
-            seconds = unknown.get(event.operation, 0.0)
-            unknown[event.operation] = seconds + event.seconds
-    return unknown
+    return sums((each.operation, each.seconds) for each in events if each.flops is None)
 
 
 def kept_bytes(record: Record) -> dict[str, int] | None:
@@ -200,10 +194,7 @@ def kept_bytes(record: Record) -> dict[str, int] | None:
     if record.held is None:
         return None
     first = {held.storage: held for held in reversed(record.held)}
-    kept: dict[str, int] = defaultdict(int)
-    for held in first.values():
-        kept[held.part] += held.nbytes
-    return kept
+    return sums((held.part, held.nbytes) for held in first.values())
 
 
 def read_before_made(record: Record) -> dict[int, int]:
@@ -336,21 +327,13 @@ def _is_dense(place: Place) -> bool:
 def together(works: Iterable[Work]) -> Work:
     """Add up the work of parts."""
     works = list(works)
-    flops: dict[str, int] = {}
-    unknown: dict[str, float] = {}
-    for work in works:
-        for dtype, count in work.flops.items():
-            flops[dtype] = flops.get(dtype, 0) + count
-        for name, seconds in work.unknown.items():
-            unknown[name] = unknown.get(name, 0.0) + seconds
     kept = [work.kept_bytes for work in works]
     return Work(
         calls=sum(work.calls for work in works),
         operations=added(each for work in works for each in work.operations),
-        flops=flops,
-        unknown=unknown,
+        flops=sums(each for work in works for each in work.flops.items()),
+        unknown=sums(each for work in works for each in work.unknown.items()),
         unseen=tuple(dict.fromkeys(name for work in works for name in work.unseen)),
         moved_bytes=sum(work.moved_bytes for work in works),
         kept_bytes=None if None in kept else sum(each or 0 for each in kept),
-        is_sparse=any(work.is_sparse for work in works),
     )

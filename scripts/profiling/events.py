@@ -1,7 +1,7 @@
 """Record a run: which part calls which operation, and what that does to which memory."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -64,7 +63,6 @@ class Event:
     read: tuple[Place, ...] = ()
     written: tuple[Place, ...] = ()
     made: tuple[Place, ...] = ()
-    is_sparse: bool = False
 
     @property
     def name(self) -> str:
@@ -103,14 +101,13 @@ class Record:
     call_s: seconds of an operation on one number.
     held: in the order in which it was saved, then made; None if the model forbids to see
         what is saved.
-    in_threads, optimizers: as a Watch has them.
+    optimizers: as a Watch has them.
     """
 
     call_s: float = 0.0
     stays: list[Stay] = field(default_factory=list)
     held: list[Held] | None = field(default_factory=list)
-    in_threads: set[str] = field(default_factory=set)
-    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    optimizers: set[str] = field(default_factory=set)
 
 
 class Recorder(TorchDispatchMode, Watch):
@@ -119,14 +116,18 @@ class Recorder(TorchDispatchMode, Watch):
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, inputs: object, device: torch.device, clock: Clock
+        self,
+        parts: Mapping[nn.Module, str],
+        inputs: object,
+        device: torch.device,
+        clock: Clock,
     ) -> None:
         super().__init__()
-        Watch.__init__(self, model)
+        Watch.__init__(self, parts)
         self.clock = clock
-        self.record = Record(call_s=self._seconds_of_a_call(device))
-        self.record.in_threads = self.in_threads
-        self.record.optimizers = self.optimizers
+        self.record = Record(
+            self._seconds_of_a_call(device), optimizers=self.optimizers
+        )
         self._is_called = False
         self._events: list[Event] = []
         # A weak reference keeps the number of a storage from being used again.
@@ -276,7 +277,6 @@ class Recorder(TorchDispatchMode, Watch):
             tuple(x for x in read if x.touched != 0) if written else (),
             tuple(written),
             tuple(made),
-            any(map(is_sparse, tensors_in(given))),
         )
         self._events.append(event)
 
@@ -293,11 +293,15 @@ class Recorder(TorchDispatchMode, Watch):
 
 
 def record(
-    model: nn.Module, inputs: object, device: torch.device, run: Run, clock: Clock
+    parts: Mapping[nn.Module, str],
+    inputs: object,
+    device: torch.device,
+    run: Run,
+    clock: Clock,
 ) -> Record:
     """Record a run. Models with torch.func.grad forbid the hooks that see what is saved."""
     for sees_saved in (True, False):
-        recorder = Recorder(model, inputs, device, clock)
+        recorder = Recorder(parts, inputs, device, clock)
         hooks = saved_tensors_hooks(recorder.save, lambda tensor: tensor)
         if not sees_saved:
             recorder.record.held = None
@@ -331,10 +335,6 @@ def stored_in(value: Any) -> list[Tensor]:
         elif each.layout == torch.strided:
             found.append(each.values() if each.is_nested else each)
     return found
-
-
-def is_sparse(tensor: Tensor) -> bool:
-    return tensor.layout in (torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS)
 
 
 def place_of(tensor: Tensor) -> Place:

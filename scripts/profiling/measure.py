@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from lab.machine import environment
 from lab.timing import Clock, Spread
 from torch._dynamo.utils import counters
 
-from .calculate import DIFFERENT, Work, bounded, read_before_made, works_of
+from .calculate import DIFFERENT, THREADS, Work, bounded, read_before_made, works_of
 from .events import record
 from .operations import name_of
 from .parts import OUTSIDE, Part, known_parts
@@ -18,6 +18,7 @@ from .roofline import Rates
 from .rows import Row, left_over, row_of, total, weights_of_no_part
 from .runs import (
     EAGER_PARTS,
+    NOISE,
     Batch,
     Build,
     Memory,
@@ -97,7 +98,7 @@ def measure(
     progress(f"recording each operation, in {RECORDS} runs")
     records = [
         record(
-            subject.model,
+            subject.parts,
             subject.inputs,
             settings.device,
             subject.run_parts,
@@ -110,6 +111,12 @@ def measure(
     works = works_of(records)
     if OUTSIDE in works and is_copying(works[OUTSIDE]):
         works.pop(OUTSIDE)
+    if subject.threads:
+        works = {part: bounded(work, THREADS) for part, work in works.items()}
+        notes.append(
+            f"Python threads work in the model ({', '.join(subject.threads[:3])}), and what "
+            "they do is not seen. So the model is one part, and its figures are bounds."
+        )
 
     # How long they take, and what the machine allows.
     dtypes = {getattr(torch, name) for work in works.values() for name in work.flops}
@@ -119,7 +126,7 @@ def measure(
     rates = Rates.of(times.rates)
     took = Spread.of(times.whole)
     for part in times.differing({part: work.calls for part, work in works.items()}):
-        works[part] = bounded(works.get(part, Work()))
+        works[part] = bounded(works.get(part, Work()), DIFFERENT)
     differ = [part for part, work in works.items() if DIFFERENT in work.unseen]
     if differ:
         names = differ[:3]
@@ -129,8 +136,8 @@ def measure(
             f"Runs differ in {', '.join(names)}, so their figures are bounds. The peak is "
             "that of one run."
         )
-    optimizers = {k: v for each in records for k, v in each.optimizers.items()}
-    parts = known_parts(subject.model, optimizers)
+    optimizers = set().union(*[each.optimizers for each in records])
+    parts = known_parts(subject.parts, optimizers)
     rows = [
         row_of(
             parts.get(name, Part(name)),
@@ -141,6 +148,8 @@ def measure(
         )
         for name, work in works.items()
     ]
+    if times.others > NOISE:
+        rows = [replace(row, limit="") for row in rows]
     whole = total(
         rows,
         sum(weight.numel() for weight in subject.weights),

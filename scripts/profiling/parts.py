@@ -4,10 +4,12 @@ A part is what one module does itself, without its children: a projection, the k
 the reshapes of an attention layer, the gate of a feed-forward layer, the sums of a block.
 """
 
+import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import itemgetter, methodcaller
@@ -40,28 +42,29 @@ class Part:
     """What is known of a part before it runs.
 
     parameters: numbers in its modules; what modules share counts in the first of them.
-    is_optimizer, may_be_fused: an optimizer, which torch has in a fused form, too.
     may_be_sparse: an embedding whose gradient has all rows of its table.
-    compiles: whether --compile may change it.
     """
 
     name: str
     parameters: int = 0
     is_optimizer: bool = False
-    may_be_fused: bool = False
     may_be_sparse: bool = False
-    compiles: bool = True
 
 
-def parts_of(model: nn.Module) -> dict[nn.Module, str]:
+def parts_of(model: nn.Module, threads: bool = False) -> dict[nn.Module, str]:
     """Name the part of each module. The model itself is named by its class.
+
+    threads: Python threads work in the model, so it is one part. Nobody knows which of its
+        modules autograd's nodes belong to, because each thread counts its own.
 
     Layers of a list that are alike are one part: `layers.*`. In a list of unlike layers,
     `layers.2*` is the third layer and the later ones that are like it. A child that is
     called as a row of ours is marked: `rest (module)`.
     """
-    inside = _parts_inside(model, "")
     name = type(model).__name__
+    if threads:
+        return dict.fromkeys(model.modules(), name)
+    inside = _parts_inside(model, "")
     own = f"{name} (model)" if name in inside.values() else name
     return {model: own, **inside}
 
@@ -104,82 +107,42 @@ def _structure(module: nn.Module) -> str:
     return "\n".join(modules)
 
 
-def never_compiled(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that torch.compile leaves as they are, and what they contain.
-
-    Where a module calls a recurrent layer or a scripted module, it is not compiled, either.
-    """
-    skipped: set[nn.Module] = set()
-    for module in model.modules():
-        if getattr(module.forward, "_torchdynamo_disable", False):
-            skipped.update(module.modules())
-        for child in (module, *module.children()):
-            if isinstance(child, (nn.RNNBase, torch.jit.ScriptModule)):
-                skipped.update((module, *child.modules()))
-    return skipped
-
-
-def may_be_fused(optimizer: Optimizer) -> bool:
-    """Say if torch has a faster form of this optimizer, which it does not use."""
-    groups = [group for group in optimizer.param_groups if not group.get("fused", True)]
-    weights = [weight for group in groups for weight in group["params"]]
-    return bool(weights) and all(map(torch.is_floating_point, weights))
-
-
-def may_be_sparse(module: nn.Module, model: nn.Module) -> bool:
-    """Say if an embedding may have a sparse gradient, but has none.
-
-    A table that is also the weight of the output layer has a dense gradient anyway.
-    """
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
-        return False
-    owners = [
-        each
-        for each in model.modules()
-        if any(weight is module.weight for weight in each.parameters(recurse=False))
-    ]
-    return owners == [module]
-
-
 def known_parts(
-    model: nn.Module, optimizers: Mapping[str, Optimizer]
+    parts: Mapping[nn.Module, str], optimizers: Iterable[str]
 ) -> dict[str, Part]:
     """Return what is known of the parts of a model, and of its optimizers, by name."""
-    parts: dict[str, Part] = {}
-    counted: set[nn.Parameter] = set()
-    skipped = never_compiled(model)
-    for module, name in parts_of(model).items():
-        own = set(module.parameters(recurse=False)) - counted
-        counted |= own
-        part = parts.get(name, Part(name))
-        parts[name] = Part(
+    owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in parts:
+        for weight in module.parameters(recurse=False):
+            owners[weight].append(module)
+    known = {name: Part(name, is_optimizer=True) for name in optimizers}
+    for module, name in parts.items():
+        weights = list(module.parameters(recurse=False))
+        part = known.get(name, Part(name))
+        known[name] = Part(
             name,
-            parameters=part.parameters + sum(weight.numel() for weight in own),
-            may_be_sparse=may_be_sparse(module, model),
-            compiles=part.compiles and module not in skipped,
+            part.parameters + sum(x.numel() for x in weights if owners[x][0] is module),
+            # The gradient of a table that is also the output layer's weight is dense
+            # anyway, and AdamW takes no other.
+            may_be_sparse=isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and not (module.sparse or optimizers)
+            and all(owners[weight] == [module] for weight in weights),
         )
-    for name, optimizer in optimizers.items():
-        parts[name] = Part(
-            name, is_optimizer=True, may_be_fused=may_be_fused(optimizer)
-        )
-    return parts
+    return known
 
 
 class Watch:
     """Follows runs of a model: which part works, and in which phase.
 
     phase: forward, backward or step.
-    in_threads: parts that work in Python threads, or wait for them. What runs there is not
-        seen.
-    optimizers: by their part, which is their class.
+    optimizers: the parts that are optimizers, which are named by their class.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parts = parts_of(model)
+    def __init__(self, parts: Mapping[nn.Module, str]) -> None:
+        self.parts = parts
         self.part = OUTSIDE
         self.phase = "forward"
-        self.in_threads: set[str] = set()
-        self.optimizers: dict[str, Optimizer] = {}
+        self.optimizers: set[str] = set()
         self.runs = 0
         self._callers: list[tuple[str, str]] = []  # with their phases
         # In the order of forward: the number of autograd's next node, and the part that makes it.
@@ -229,7 +192,7 @@ class Watch:
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         name = type(optimizer).__name__
-        self.optimizers[name] = optimizer
+        self.optimizers.add(name)
         self._callers.append((self.part, self.phase))
         self._next(name, "step")
 
@@ -237,10 +200,9 @@ class Watch:
         self._next(*self._callers.pop())
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        part = self.parts.get(module, self.part)
         if self._is_elsewhere():
-            self.in_threads |= {part, self.part}
             return
+        part = self.parts.get(module, self.part)
         self._callers.append((self.part, self.phase))
         self._next(part, self.phase, is_called=module in self.parts)
 
@@ -291,6 +253,33 @@ class Watch:
         """Stop the last part at the end of backward. Releasing the graph comes later."""
         end = partial(self._next_in_backward, OUTSIDE)
         Variable._execution_engine.queue_callback(end)
+
+
+@contextmanager
+def noticing_threads() -> Iterator[set[str]]:
+    """Collect the names of Python threads that begin, or call a module, in the meantime.
+
+    Daemons that begin are no part of a model: the monitor of tqdm, or a compiler's pool.
+    """
+    names: set[str] = set()
+    own, before = threading.current_thread(), threading.getprofile()
+
+    def begin(*_: Any) -> None:
+        sys.setprofile(None)
+        if not threading.current_thread().daemon:
+            names.add(threading.current_thread().name)
+
+    def call(*_: Any) -> None:
+        if threading.current_thread() is not own:
+            names.add(threading.current_thread().name)
+
+    hook = modules.register_module_forward_pre_hook(call)
+    threading.setprofile(begin)
+    try:
+        yield names
+    finally:
+        threading.setprofile(before)
+        hook.remove()
 
 
 class Labels(Watch):
@@ -362,8 +351,8 @@ class Stopwatch(Watch):
     taken: the times of the parts, one dict for each sample.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock) -> None:
-        super().__init__(model)
+    def __init__(self, parts: Mapping[nn.Module, str], clock: Clock) -> None:
+        super().__init__(parts)
         self.clock = clock
         self.taken: list[dict[str, PartTime]] = []
         self._marks: list[Mark] = []

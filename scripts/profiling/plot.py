@@ -97,7 +97,10 @@ def _times(axes: Axes, rows: list[Row], total: Row) -> None:
     later = [
         1e3 * row.total_s - first for row, first in zip(rows, forward, strict=True)
     ]
-    least = [1e3 * row.least_s for row in rows]
+    # What takes less than it should has its data in a cache, or changes them in place.
+    least = [
+        0.0 if row.is_bound else 1e3 * min(row.least_s, row.total_s) for row in rows
+    ]
     backward = [
         0.0 if _is_other(row) else ms for row, ms in zip(rows, later, strict=True)
     ]

@@ -9,7 +9,7 @@ from .measure import Profile
 from .operations import name_of
 from .parts import GPU_IDLE, REST
 from .rows import FEW, Row, folded
-from .runs import Kernel, Recording
+from .runs import NOISE, Kernel, Recording
 
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and its
@@ -25,7 +25,7 @@ matmuls, convolutions, recurrent layers and attention. After >= or <=, some are 
 what takes at least half of the time: compute, memory (bytes that the part must read and write),
 overhead (calling as many operations on one number as it has besides views), Python (with autograd
 and calls: what the work of operations leaves), or traffic (bytes that operations read and write,
-also for each other); otherwise kernel; threads, if modules run in Python threads. Kept bytes are
+also for each other); otherwise kernel; threads, if Python threads work in the model. Kept bytes are
 what autograd keeps for backward, and what else of forward lives at its end. Rest is what no part
 explains, such as the start of backward. It is below 0 if reading the clock between the parts took
 longer, and noise if its samples vary by more than itself. docs/profile.md explains more, and
@@ -33,14 +33,11 @@ longer, and noise if its samples vary by more than itself. docs/profile.md expla
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
+FEWER = "fewer and larger operations"
 # Of the time of a part. What takes more is worth a try.
 SOME = 0.2
-# Of the time of all rounds. If other programs took more, reasons would be wrong.
-DISTURBED = 0.1
 # Operations in a call of a module. What has more has a loop.
 LOOP = 100
-# Of the operations of a part. What returns more numbers to Python waits for them.
-FEW_NUMBERS = 0.02
 
 
 def report(profile: Profile, explain: bool = False, all_parts: bool = False) -> str:
@@ -93,7 +90,7 @@ def _summary(profile: Profile) -> str:
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
         f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s. "
         f"The roofline (the least time) is {roofline}",
-        f"MFU: its FLOPs would take {bound}{share(profile.mfu, digits)} of the time at the matmul rate",
+        f"MFU: its FLOPs would take {bound}{_of_time(whole.compute_s, whole, digits)} at the matmul rate",
         *_other_dtypes(profile),
         f"Memory: peak {si(memory.peak_bytes, 'B')}. Sizes, not all at one time: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
@@ -103,8 +100,7 @@ def _summary(profile: Profile) -> str:
     if whole.overhead_s is not None:
         lines.append(
             f"Overhead: calling {whole.computations:,} operations besides views takes at least "
-            f"{si(whole.overhead_s, 's', 2)}, "
-            f"{share(whole.overhead_s / whole.total_s, 2)} of the time"
+            f"{si(whole.overhead_s, 's', 2)}, {_of_time(whole.overhead_s, whole)}"
         )
     if whole.is_bound:
         names = ", ".join([*whole.unknown, *whole.unseen])
@@ -126,7 +122,7 @@ def _other_dtypes(profile: Profile) -> list[str]:
             lines.append(
                 f"{dtype}: {share(count / flops, 2)} of the FLOPs are not in {own}, most of "
                 f"them in {most.name}. At the matmul rate, they take "
-                f"{share(seconds / whole.total_s, 2)} of the time"
+                f"{_of_time(seconds, whole)}"
             )
     return lines
 
@@ -135,10 +131,10 @@ def losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with the reasons."""
     if profile.parts_are_eager:  # and the total is not
         return ""
-    if is_disturbed(profile):
+    if profile.others > NOISE:
         return _wrapped(
             f"Other programs took {share(profile.others, 2)} of the time, or the model "
-            "waited without working. Reasons would be wrong: measure again."
+            "waited without working. Limits and reasons would be wrong: measure again."
         )
     lines = ["Most time lost against the roofline, and why:"]
     for row in _losing(profile)[:3]:
@@ -166,20 +162,19 @@ def losses(profile: Profile) -> str:
 
 def actions(profile: Profile) -> str:
     """Return the three things to try first, where more than a little time is lost."""
-    if profile.parts_are_eager or is_disturbed(profile):
+    if profile.parts_are_eager or profile.others > NOISE:
         return ""
     least = FEW * profile.whole.total_s
-    rows = [row for row in _losing(profile) if row.total_s - row.least_s > least]
-    tips = [(row.name, advice_for(row)) for row in rows]
+    tips = [
+        (row.name, advice_for(row))
+        for row in _losing(profile)
+        if row.total_s - row.least_s > least and row.varies <= TOO_NOISY
+    ]
     lines = [f"{name}: {_listed(advice)}" for name, advice in tips if advice][:3]
     numbered = [
         _wrapped(f"{number}. {line}", "  ") for number, line in enumerate(lines, 1)
     ]
     return "\n".join(["What to try first:", *numbered]) if lines else ""
-
-
-def is_disturbed(profile: Profile) -> bool:
-    return profile.others > DISTURBED
 
 
 def _losing(profile: Profile) -> list[Row]:
@@ -193,10 +188,7 @@ def _reason(row: Row) -> str:
     """Say what takes most of the time of a row, and what to try."""
 
     def of_time(seconds: float | None) -> str:
-        part = (seconds or 0.0) / row.total_s
-        if part > 1:
-            return f"all of the time (at the measured rate, {share(part, 2)} of it)"
-        return f"{share(part, 2)} of the time"
+        return _of_time(seconds or 0.0, row)
 
     by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
     read_and_written = sum(each.moved_bytes for each in row.operations)
@@ -225,6 +217,12 @@ def _reason(row: Row) -> str:
     return f"{reason} Try {_listed(advice)}." if advice else reason
 
 
+def _of_time(seconds: float, row: Row, digits: int = 2) -> str:
+    """Write seconds as a share of a row's time. A rate may be too low, as of a cache."""
+    part = seconds / row.total_s
+    return f"{share(part, digits)} of the time" if part <= 1 else "all of the time"
+
+
 # By the limit of a row, or the row.
 _REASONS = {
     "compute": "Computing takes {compute}.",
@@ -233,7 +231,7 @@ _REASONS = {
     "Python": "Python, autograd and calls take {between}.",
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
     "{traffic}, where {moved} must be moved.",
-    "threads": "Modules run in Python threads, where nothing is seen.",
+    "threads": "What Python threads do is not seen.",
     "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
     "write ({read_and_written}{needed}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
@@ -242,8 +240,8 @@ _REASONS = {
 _ADVICE = {
     "compute": ["fewer FLOPs", "a dtype whose matmuls are faster"],
     "memory": ["a smaller dtype", "more tokens if most of it are weights"],
-    "overhead": ["fewer and larger operations", "more tokens"],
-    "Python": ["less Python", "fewer and larger operations", "more tokens"],
+    "overhead": [FEWER, "more tokens"],
+    "Python": ["less Python", FEWER, "more tokens"],
     "traffic": ["fewer passes over the data", "--compile"],
     "unknown": [],
     GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
@@ -253,7 +251,7 @@ _ADVICE = {
 def advice_for(row: Row) -> list[str]:
     """Return what to try."""
     if row.is_optimizer:
-        return [f"{row.name}(..., fused=True)"] if row.may_be_fused else []
+        return []
     seconds = {each.name: each.total_s for each in row.operations}
     gradient_s = seconds.get("embedding_dense_backward", 0.0)
     if row.may_be_sparse and gradient_s > SOME * row.total_s:
@@ -265,23 +263,19 @@ def advice_for(row: Row) -> list[str]:
         advice = _advice_for_kernels(row)
     if "float64" in row.flops:
         advice = ["float32 in place of float64", *advice]
-    # More tokens are more rounds of a loop.
     if row.ops > LOOP * max(1, row.calls):
-        advice = [each for each in advice if each != "more tokens"]
-    calls = {each.name: each.calls for each in row.operations}
-    numbers = calls.get("_local_scalar_dense", 0)
-    if numbers > FEW_NUMBERS * row.ops:
-        advice = [f"no .item(), int(), or if of a tensor ({numbers:,} calls)", *advice]
-        advice = [each for each in advice if each not in ("more tokens", "--compile")]
-    if not row.compiles:
-        advice = [each for each in advice if each != "--compile"]
+        # More tokens are more rounds of the loop.
+        most = max(row.operations, key=lambda each: each.calls)
+        name = ".item()" if most.name == "_local_scalar_dense" else most.name
+        loop = f"{FEWER} ({most.calls:,} are {name})"
+        advice = [loop if x == FEWER else x for x in advice if x != "more tokens"]
     return advice
 
 
 def _advice_for_kernels(row: Row) -> list[str]:
     advice = list(_ADVICE["traffic"]) if _passes(row) else []
     if (row.overhead_s or 0.0) > SOME * row.total_s:
-        advice.append("fewer and larger operations")
+        advice.append(FEWER)
     if row.operations and not (advice or row.flops):
         slowest = row.operations[0]
         if slowest.backward_calls == slowest.calls:

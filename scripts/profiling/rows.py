@@ -96,7 +96,6 @@ def row_of(part: Part, work: Work, time: Time, rates: Rates, on_gpu: bool) -> Ro
     traffic = sum(each.moved_bytes for each in work.operations)
     inside_s = sum(each.total_s for each in work.operations)
     calls_s = work.computations / rates.small_operations_per_s
-    part = replace(part, compiles=part.compiles and not work.is_sparse)
     row = Row(
         **vars(part),
         **vars(work),

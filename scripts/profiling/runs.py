@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from .events import nbytes, place_of, stored_in
 from .operations import tensors_in
-from .parts import Labels, PartTime, Stopwatch, result_in
+from .parts import Labels, PartTime, Stopwatch, noticing_threads, parts_of, result_in
 from .rows import Row, Time
 
 Inputs = tuple[Any, ...] | dict[str, Any]  # by place, or by keyword
@@ -73,12 +73,16 @@ class Subject:
     """A model with its inputs, its runs, and the clock that measures them.
 
     whole: the model or, if --compile compiles something of it, the compiled model.
+    parts: the name of the part of each module.
+    threads: the names of Python threads that work in the model.
     changes_inputs: whether the model changes its inputs, so that each run needs a copy.
     gradient: where backward starts.
     """
 
     model: nn.Module
     whole: Callable[..., object]
+    parts: dict[nn.Module, str]
+    threads: list[str]
     settings: Settings
     inputs: Inputs
     batch: Batch
@@ -155,7 +159,9 @@ def prepare(
         model.eval()
     given = copied(inputs)
     try:
-        out = result_in(call(model, given))
+        # Compilers have threads of their own.
+        with torch.compiler.set_stance("force_eager"), noticing_threads() as threads:
+            out = result_in(call(model, given))
     except Exception as error:
         error.add_note(note)
         raise
@@ -164,7 +170,9 @@ def prepare(
             f"the result of the model must have a gradient in mode {settings.mode}, "
             "got none; use --mode forward"
         )
-    sparse = [name for name, x in model.named_modules() if getattr(x, "sparse", False)]
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    tables = [(k, x) for k, x in model.named_modules() if isinstance(x, kinds)]
+    sparse = [name for name, table in tables if table.sparse]
     if sparse and settings.mode == "step":
         raise ValueError(
             "the gradients of the model must be dense in mode step, because AdamW takes "
@@ -175,6 +183,8 @@ def prepare(
     subject = Subject(
         model=model,
         whole=model,
+        parts=parts_of(model, bool(threads)),
+        threads=sorted(threads),
         settings=settings,
         inputs=inputs,
         batch=batch,
@@ -266,7 +276,7 @@ class Times:
     ) -> "Times":
         """Measure the parts, the whole, and the rates of the machine alternately."""
         progress("measuring once, to see how often a sample repeats each run")
-        stopwatch = Stopwatch(subject.model, subject.clock)
+        stopwatch = Stopwatch(subject.parts, subject.clock)
         samplers: dict[str, Sampler] = {
             "parts": stopwatch.sampler(subject.run_parts),
             "whole": wall_sampler(subject.run_whole, clock=subject.clock),
@@ -436,7 +446,7 @@ def record_whole(
 
     run = run_and_clear
     if trace and label_parts:
-        run = partial(Labels(subject.model).watch, run_and_clear)
+        run = partial(Labels(subject.parts).watch, run_and_clear)
     recording = record_run(run, subject.clock, trace)
     added = recording.peak_added_bytes
     if subject.settings.on_gpu:

@@ -52,11 +52,8 @@ MOVED = {
         ],
         256 + 256,
     ),
-    "a half that is read twice": ([event([tokens(X, 0, 8), tokens(X, 0, 8)])], 128),
-    "two halves": ([event([tokens(X, 0, 8)]), event([tokens(X, 8, 8)])], 128 + 128),
     "tokens that overlap": ([event([tokens(X, 0, 8), tokens(X, 6, 8)])], 14 * 16),
     "a column of a token": ([event([tokens(X, 0, 1), column(X)])], 16 + 15 * 4),
-    "windows that overlap": ([event([windows(X, 14)])], 256),
     "windows of a half, with more numbers than all": ([event([windows(X, 6)])], 128),
     "a cache that is written in part, and read": (
         [event((), [tokens(RESULT, 5, 1)]), event([all_of(RESULT)])],
@@ -148,14 +145,6 @@ def test_runs_have_the_median_time_of_operations_beyond_that_of_small_ones():
         Operation("g", 1, 0.5, 256, 0),
     )
     assert first[1].unseen == second[1].unseen == ()
-
-
-def test_a_part_that_works_in_threads_in_one_of_the_runs_is_marked():
-    stays = [Stay("part", "forward", True, (of(1.0, 5),))]
-    records = [Record(stays=stays), Record(stays=stays, in_threads={"part"})]
-    work = works_of(records)["part"]
-    assert work.unseen == ("modules in Python threads", "runs that differ")
-    assert work.kept_bytes is None
 
 
 # What a part does in three runs: whether it is called, and its FLOPs.

@@ -73,11 +73,6 @@ LIMITS = {
         "Its operations read and write 50.0 B (add 30.0 B, mul 20.0 B), which takes 50% of "
         "the time, where 0 B must be moved. Try fewer passes over the data, or --compile.",
     ),
-    "--compile does not change it": (
-        row_of(add(1, 9, 50), part=Part("part", compiles=False)),
-        "traffic",
-        "Try fewer passes over the data. ",
-    ),
     "operations move more than twice of what must be moved": (
         row_of(add(1, 6, 31), moved_bytes=15),
         "kernel",
@@ -93,21 +88,15 @@ LIMITS = {
         "kernel",
         "Try fewer and larger operations. 4 operations",
     ),
-    "an optimizer that may be fused": (
-        row_of(add(5, 9, 1), part=Part("part", is_optimizer=True, may_be_fused=True)),
+    "an optimizer": (
+        row_of(add(5, 9, 1), part=Part("part", is_optimizer=True)),
         "overhead",
-        "50% of the time. Try part(..., fused=True). 5 operations",
-    ),
-    "numbers are returned to Python": (
-        row_of(add(1, 0.09, 1), Operation("_local_scalar_dense", 50)),
-        "Python",
-        "Try no .item(), int(), or if of a tensor (50 calls), less Python, or fewer and "
-        "larger operations. 51 operations",
+        "takes at least 50% of the time. 5 operations",
     ),
     "a loop, which more tokens make longer": (
         row_of(add(1, 0.09, 1), Operation("select", 300), calls=3),
         "Python",
-        "Try less Python, or fewer and larger operations. 301 operations",
+        "Try less Python, or fewer and larger operations (300 are select). 301 operations",
     ),
     "as many operations in more calls": (
         row_of(add(1, 0.09, 1), Operation("select", 299), calls=3),
@@ -130,7 +119,7 @@ LIMITS = {
     "what came from a cache": (
         row_of(add(1, 9, 130)),
         "traffic",
-        "(add 130 B), which takes all of the time (at the measured rate, 130% of it), where",
+        "(add 130 B), which takes all of the time, where",
     ),
     "on a GPU, calls overlap with kernels": (
         row_of(add(9, 3, 1), on_gpu=True),
@@ -191,14 +180,9 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(clock):
     meta = torch.device("meta")  # where operations compute nothing
     for train in (False, True):  # 100 calls on one number, and as many backward
         with torch.set_grad_enabled(train), AsInLayers(), clock:
-            samplers = rate_samplers(meta, [torch.float32, torch.bfloat16], clock)
+            samplers = rate_samplers(meta, [torch.float32], clock)
             rates = Rates.of({name: [sample()] for name, sample in samplers.items()})
-        matmul = 2 * 1024**3
-        assert rates == Rates(
-            {"float32": matmul, "bfloat16": matmul},
-            bytes_per_s=2 * 2**27,
-            small_operations_per_s=1.0,
-        )
+        assert rates == Rates({"float32": 2 * 1024**3}, 2 * 2**27, 1.0)
 
 
 def event(name, seconds, device="CUDA", is_user_annotation=False):

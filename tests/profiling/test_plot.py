@@ -53,24 +53,14 @@ def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
     ]
 
 
-def test_the_legend_has_the_twelve_slowest_parts():
-    parts = [
-        Row(str(n), total_s=n, moved_bytes=1, flops={"float32": 1}, flops_per_s=1.0)
-        for n in range(14)
-    ]
-    legend = axes_of(*parts)[0].get_legend()
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == [str(n) for n in range(13, 1, -1)]
-    assert legend.get_title().get_text() == "12 slowest of 14"
-
-
 def test_bars_are_passes_in_ms_and_what_is_no_part():
     _, axes = axes_of(
         Row("norm", forward_s=0.125, total_s=0.5, least_s=0.25),
         Row(
             "experts", forward_s=0.25, total_s=1.0, least_s=0.5, unknown={"aten.x": 0.5}
         ),
-        Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125, is_optimizer=True),
+        # Changed in place, it takes less than the least time.
+        Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.5, is_optimizer=True),
         Row("rest", total_s=0.25, varies=0.5, limit="noise"),
     )
     forward, backward, *_ = axes.containers
@@ -78,7 +68,7 @@ def test_bars_are_passes_in_ms_and_what_is_no_part():
         "forward": [125, 250, 0, 0],
         "backward": [375, 750, 0, 0],
         "no part of the model": [0, 0, 250, 250],
-        "least time, by the roof": [250, 500, 125, 0],
+        "least time, by the roof": [250, 0, 250, 0],
     }
     # Backward begins where forward ends.
     assert [bar.get_x() for bar in backward] == list(forward.datavalues)
@@ -95,12 +85,11 @@ def test_there_are_twenty_bars_at_most():
     parts = [Row(f"part {n}", total_s=0.1 + n, least_s=0.1, **work) for n in range(40)]
     _, axes = axes_of(*parts, Row("rest", total_s=0.25))
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(labels) == 20
     # 0.1 to 21.1 s: 22 * 10.6. With the 18 slowest parts and the rest, these are 20.
-    assert labels[0].startswith("part 22: ")
-    assert labels[17].startswith("part 39: ")
-    assert labels[18].startswith("22 other parts: 233000 ms")
-    assert labels[19].startswith("rest: ")
+    slowest = [f"part {n}" for n in range(22, 40)]
+    names = [label.partition(":")[0] for label in labels]
+    assert names == [*slowest, "22 other parts", "rest"]
+    assert "22 other parts: 233000 ms" in labels[18]
     forward, backward, _, least = axes.containers
     assert [list(bars.datavalues)[18] for bars in (forward, backward, least)] == [
         pytest.approx(1e3 * 22 * 0.5),
