@@ -62,13 +62,14 @@ def _roofline(axes: Axes, profile: Profile) -> None:
         _name(axes, f"{dtype} matmul", (ridge, flops_per_s), above=True)
     _name(axes, "memory copy", (roof[0], allowed[0]), above=False)
     axes.set(
-        xlabel="FLOPs per byte",
+        xlabel="FLOPs per byte (parts without known FLOPs are not shown)",
         ylabel="FLOPs per second",
         title="How far from the roof?",
     )
     if rows:
         title = f"{LABELED} slowest of {len(rows)}" if len(rows) > LABELED else None
-        axes.legend(fontsize=8, loc="lower right", title=title)
+        axes.legend(fontsize=8, title=title)
+    axes.margins(y=0.15)  # for the names of the lines
     axes.grid(alpha=0.3)
 
 
@@ -97,9 +98,10 @@ def _times(axes: Axes, rows: list[Row], total: Row) -> None:
     later = [
         1e3 * row.total_s - first for row, first in zip(rows, forward, strict=True)
     ]
-    # What takes less than it should has its data in a cache, or changes them in place.
+    # Data in a cache, or changed in place, may take less.
     least = [
-        0.0 if row.is_bound else 1e3 * min(row.least_s, row.total_s) for row in rows
+        0.0 if row.is_bound else 1e3 * min(row.least_s, max(0.0, row.total_s))
+        for row in rows
     ]
     backward = [
         0.0 if _is_other(row) else ms for row, ms in zip(rows, later, strict=True)
