@@ -36,7 +36,7 @@ TOO_NOISY = 0.5
 FEWER = "fewer and larger operations"
 # Of the time of a part. What takes more is worth a try.
 SOME = 0.2
-# Operations in a call of a module. What has more has a loop.
+# Calls of an operation in a call of a module. What has more is in a loop.
 LOOP = 100
 
 
@@ -263,12 +263,13 @@ def advice_for(row: Row) -> list[str]:
         advice = _advice_for_kernels(row)
     if "float64" in row.flops:
         advice = ["float32 in place of float64", *advice]
-    if row.ops > LOOP * max(1, row.calls):
-        # More tokens are more rounds of the loop.
-        most = max(row.operations, key=lambda each: each.calls)
+    most = max(row.operations, key=lambda each: each.calls, default=Operation(""))
+    is_loop = most.calls > LOOP * max(1, row.calls)
+    if is_loop and row.limit in ("overhead", "Python", "traffic"):
         name = ".item()" if most.name == "_local_scalar_dense" else most.name
-        loop = f"{FEWER} ({most.calls:,} are {name})"
-        advice = [loop if x == FEWER else x for x in advice if x != "more tokens"]
+        # More tokens are more rounds of the loop, and compiling takes as long.
+        others = [x for x in advice if x not in (FEWER, "more tokens", "--compile")]
+        advice = [f"{FEWER} ({most.calls:,} are {name})", *others]
     return advice
 
 

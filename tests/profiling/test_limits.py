@@ -94,14 +94,19 @@ LIMITS = {
         "takes at least 50% of the time. 5 operations",
     ),
     "a loop, which more tokens make longer": (
+        row_of(add(1, 0.09, 1), Operation("select", 301), calls=3),
+        "Python",
+        "Try fewer and larger operations (301 are select), or less Python. 302 operations",
+    ),
+    "no operation is in a loop": (
         row_of(add(1, 0.09, 1), Operation("select", 300), calls=3),
         "Python",
-        "Try less Python, or fewer and larger operations (300 are select). 301 operations",
+        "Try less Python, fewer and larger operations, or more tokens. 301 operations",
     ),
-    "as many operations in more calls": (
-        row_of(add(1, 0.09, 1), Operation("select", 299), calls=3),
-        "Python",
-        "Try less Python, fewer and larger operations, or more tokens. 300 operations",
+    "numbers that a loop returns to Python": (
+        row_of(add(1, 9, 60), Operation("_local_scalar_dense", 101)),
+        "traffic",
+        "Try fewer and larger operations (101 are .item()), or fewer passes over the data.",
     ),
     "an embedding whose gradient has all rows": (
         row_of(
