@@ -45,7 +45,6 @@ class Profile:
     took_s: the total time.
     rest_varies: the range from p20 to p80 of the row `rest`, divided by the total time.
     others: the share of the time of all rounds in which other programs had the processor.
-    mfu: the time of the FLOPs at the measured matmul rates, divided by the total time.
     """
 
     title: str
@@ -55,7 +54,6 @@ class Profile:
     batch: Batch
     samples_per_s: float
     took_s: Spread
-    mfu: float
     rates: Rates
     rows: list[Row]
     whole: Row
@@ -183,7 +181,6 @@ def measure(
         batch=subject.batch,
         samples_per_s=subject.batch.count / took.median,
         took_s=took,
-        mfu=whole.compute_s / whole.total_s,
         rates=rates,
         rows=rows,
         whole=whole,

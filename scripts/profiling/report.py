@@ -4,10 +4,10 @@ from textwrap import fill
 
 from lab.tables import number, share, si, terminal
 
+from . import parts
 from .calculate import Operation
 from .measure import Profile
 from .operations import name_of
-from .parts import GPU_IDLE, REST
 from .rows import FEW, Row, folded
 from .runs import NOISE, Kernel, Recording
 
@@ -74,7 +74,7 @@ def _machine(profile: Profile) -> str:
 
 def _summary(profile: Profile) -> str:
     whole, took, memory = profile.whole, profile.took_s, profile.memory
-    [rest] = [row for row in profile.rows if row.name == REST]
+    [rest] = [row for row in profile.rows if row.name == parts.REST]
     digits = whole.digits
     bound = _at_least(whole)
     roofline = f"{_of_roofline(whole)} of it" if whole.of_roofline else "unknown"
@@ -180,41 +180,55 @@ def actions(profile: Profile) -> str:
 def _losing(profile: Profile) -> list[Row]:
     """Return the rows that take longer than they must, from the most lost time on."""
     rows = [row for row in profile.rows if row.total_s > row.least_s]
-    rows = [row for row in rows if row.name != REST]
+    rows = [row for row in rows if row.name != parts.REST]
     return sorted(rows, key=lambda row: row.least_s - row.total_s)
 
 
 def _reason(row: Row) -> str:
     """Say what takes most of the time of a row, and what to try."""
-
-    def of_time(seconds: float | None) -> str:
-        return _of_time(seconds or 0.0, row)
-
-    by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
-    read_and_written = sum(each.moved_bytes for each in row.operations)
-    reason = _REASONS[row.limit or row.name].format(
-        computations=f"{row.computations:,}",
-        unknown=", ".join(row.unknown),
-        compute=of_time(row.compute_s),
-        memory=of_time(row.memory_s),
-        overhead=of_time(row.overhead_s),
-        between=of_time(row.between_s),
-        traffic=of_time(row.traffic_s),
-        moved=si(row.moved_bytes, "B"),
-        read_and_written=si(read_and_written, "B"),
-        needed=f", of which {si(row.moved_bytes, 'B')} must be moved"
-        if row.moved_bytes < 0.9 * read_and_written
-        else "",
-        most=", ".join(
-            f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
-        ),
-        unknown_time=of_time(row.unknown_s),
-        flops=f"their {_known(row)}FLOPs take {of_time(row.compute_s)}, and "
-        if row.flops
-        else "",
-    )
     advice = advice_for(row)
-    return f"{reason} Try {_listed(advice)}." if advice else reason
+    tried = f" Try {_listed(advice)}." if advice else ""
+    return _cause(row) + tried
+
+
+def _cause(row: Row) -> str:
+    moved = si(row.moved_bytes, "B")
+    of_all = sum(each.moved_bytes for each in row.operations)
+    match row.limit or row.name:
+        case "compute":
+            return f"Computing takes {_of_time(row.compute_s, row)}."
+        case "memory":
+            return f"Reading and writing {moved} takes {_of_time(row.memory_s, row)}."
+        case "overhead":
+            least = _of_time(row.overhead_s or 0.0, row)
+            return f"Calling {row.computations:,} operations besides views takes at least {least}."
+        case "Python":
+            return f"Python, autograd and calls take {_of_time(row.between_s or 0.0, row)}."
+        case "traffic":
+            by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
+            most = [f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]]
+            return (
+                f"Its operations read and write {si(of_all, 'B')} ({', '.join(most)}), "
+                f"which takes {_of_time(row.traffic_s, row)}, where {moved} must be moved."
+            )
+        case "threads":
+            return "What Python threads do is not seen."
+        case "unknown":
+            names = ", ".join(row.unknown)
+            return f"Operations whose FLOPs are unknown ({names}) take {_of_time(row.unknown_s, row)}."
+        case parts.GPU_IDLE:
+            return "No kernel runs."
+    flops = ""
+    if row.flops:
+        known = "known " if row.is_bound else ""
+        flops = f"their {known}FLOPs take {_of_time(row.compute_s, row)}, and "
+    needed = (
+        f", of which {moved} must be moved" if row.moved_bytes < 0.9 * of_all else ""
+    )
+    return (
+        f"Its operations are slow: at the machine's rates, {flops}what they read and write "
+        f"({si(of_all, 'B')}{needed}) takes {_of_time(row.traffic_s, row)}."
+    )
 
 
 def _of_time(seconds: float, row: Row, digits: int = 2) -> str:
@@ -223,20 +237,6 @@ def _of_time(seconds: float, row: Row, digits: int = 2) -> str:
     return f"{share(part, digits)} of the time" if part <= 1 else "all of the time"
 
 
-# By the limit of a row, or the row.
-_REASONS = {
-    "compute": "Computing takes {compute}.",
-    "memory": "Reading and writing {moved} takes {memory}.",
-    "overhead": "Calling {computations} operations besides views takes at least {overhead}.",
-    "Python": "Python, autograd and calls take {between}.",
-    "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
-    "{traffic}, where {moved} must be moved.",
-    "threads": "What Python threads do is not seen.",
-    "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
-    "write ({read_and_written}{needed}) takes {traffic}.",
-    "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
-    GPU_IDLE: "No kernel runs.",
-}
 _ADVICE = {
     "compute": ["fewer FLOPs", "a dtype whose matmuls are faster"],
     "memory": ["a smaller dtype", "more tokens if most of it are weights"],
@@ -244,7 +244,7 @@ _ADVICE = {
     "Python": ["less Python", FEWER, "more tokens"],
     "traffic": ["fewer passes over the data", "--compile"],
     "unknown": [],
-    GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
+    parts.GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
 }
 
 
@@ -288,10 +288,6 @@ def _advice_for_kernels(row: Row) -> list[str]:
 def _listed(advice: list[str]) -> str:
     *first, last = advice
     return f"{', '.join(first)}{', or ' if first else ''}{last}"
-
-
-def _known(row: Row) -> str:
-    return "known " if row.is_bound else ""
 
 
 def _passes(row: Row) -> bool:
@@ -350,11 +346,11 @@ def _kept(row: Row) -> str:
 def _table(profile: Profile, all_parts: bool) -> str:
     columns = ["part", "calls", "ops", "params", "forward ms", "total ms", "share"]
     columns += ["roofline", "limit", "kept"]
-    parts = profile.rows
+    rows = profile.rows
     if not all_parts:
-        parts = folded(parts, profile.whole.total_s)
-    rows = [_cells(row, profile.whole) for row in (*parts, profile.whole)]
-    return terminal(columns, rows)
+        rows = folded(rows, profile.whole.total_s)
+    cells = [_cells(row, profile.whole) for row in (*rows, profile.whole)]
+    return terminal(columns, cells)
 
 
 def _cells(row: Row, whole: Row) -> list[str]:

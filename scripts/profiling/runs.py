@@ -134,8 +134,7 @@ def prepare(
     """Build the model, and run it twice.
 
     Raises:
-        ValueError: no tensor of the result has a gradient, in a mode that trains, or a
-            gradient is sparse, in the mode that steps AdamW.
+        ValueError: no tensor of the result has a gradient, in a mode that trains.
         Exception: an error of the model, with a note on how it was called.
     """
     x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
@@ -144,7 +143,7 @@ def prepare(
     inputs: Inputs
     if isinstance(built, tuple):
         model, inputs = built
-        note = "profile_block.py called the model with the inputs that its builder returned."
+        note = "profile_block.py called it with the inputs that its builder returned."
         batch = batch_of(inputs)
     else:
         model, inputs = built, (x,)
@@ -169,14 +168,6 @@ def prepare(
         raise ValueError(
             f"the result of the model must have a gradient in mode {settings.mode}, "
             "got none; use --mode forward"
-        )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    tables = [(k, x) for k, x in model.named_modules() if isinstance(x, kinds)]
-    sparse = [name for name, table in tables if table.sparse]
-    if sparse and settings.mode == "step":
-        raise ValueError(
-            "the gradients of the model must be dense in mode step, because AdamW takes "
-            f"no others, got sparse=True in {', '.join(sparse)}; use --mode train"
         )
     weights = list(model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]

@@ -162,9 +162,6 @@ def test_models_that_fail_end_with_an_error_of_their_own(profile_of):
     for message, function in BAD.items():
         with pytest.raises(ValueError, match=message):
             profile_of(function)
-    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True))
-    with pytest.raises(ValueError, match="got sparse=True in 0; use --mode train"):
-        profile_of(sparse, "step", (torch.arange(5),))
 
 
 def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
@@ -178,11 +175,6 @@ def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
     assert measured.whole.flops == {"float32": 2 * 4 * 2 * 2 * 4 * 3}
     [step] = [row for row in measured.rows if row.is_optimizer]
     assert "addcdiv_" in {each.name for each in step.operations}
-
-
-def test_an_input_that_is_one_number_is_one_sample(profile_of):
-    measured = profile_of(nn.PReLU(), inputs=(torch.tensor(1.0),))
-    assert measured.batch == Batch("", 1, "sample")
 
 
 def compiled_in_place():

@@ -146,15 +146,6 @@ def test_command_says_what_it_does_and_ends_at_ctrl_c_with_one_line():
         assert stream.getvalue() == f"{progress}\nInterrupted.\n"
 
 
-def test_errors_in_a_users_module_are_shown_as_they_are(tmp_path):
-    with pytest.raises(TypeError, match=r"or one with its inputs, got dict$"):
-        profile_block.main([*ON_A_CPU, "--block", "builtins:dict"])
-    (tmp_path / "users.py").write_text("import no_such_package")
-    command = [profile_block.__file__, "--block", "users:build"]
-    _, text = forked.run_program(*command, folder=tmp_path)
-    assert text.endswith("ModuleNotFoundError: No module named 'no_such_package'\n")
-
-
 BAD_OPTIONS = {
     "--rounds: invalid positive value: '0'": "--rounds 0",
     "--device: torch sees no GPU; ": "--device cuda",
