@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, cycle
+from itertools import chain, cycle
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -69,26 +69,18 @@ def test_a_model_that_calls_itself_is_measured_to_its_end(profile_of):
 def test_layers_that_a_run_leaves_out_have_rows_and_runs_that_differ_are_named(
     profile_of,
 ):
-    model = nn.ModuleDict({"even": nn.Linear(4, 4), "odd": nn.Linear(4, 4)})
-    turns = cycle(model.values())
-    model.forward = lambda x: next(turns)(x)
-    measured = profile_of(model, paces=(1, 1))
-    assert {"even", "odd"} <= {row.name for row in measured.rows}
-    [note] = [each for each in measured.notes if each.startswith("Runs differ in")]
-    assert "even, odd" in note
-    for row in measured.rows[:2]:
-        assert row.is_bound, row.name
-        assert row.kept_bytes is None, row.name
-
-
-def test_a_layer_that_only_timed_runs_call_has_a_row(profile_of):
-    model = nn.ModuleDict({"often": nn.Linear(4, 4), "late": nn.Linear(4, 4)})
-    runs = count()
-    # Two runs prepare, and three are recorded.
-    model.forward = lambda x: model["often" if next(runs) < 5 else "late"](x)
+    model: Any = nn.ModuleDict({"even": nn.Linear(4, 4), "odd": nn.Linear(4, 4)})
+    model["late"] = nn.Linear(4, 4)
+    # Two runs prepare, three are recorded, and the others are timed.
+    names = chain(["even", "odd"] * 2, ["even"], cycle(["late"]))
+    model.forward = lambda x: model[next(names)](x)
     measured = profile_of(model, "forward", paces=(1, 1))
     rows = {row.name: row for row in measured.rows}
-    assert rows["late"].is_bound
+    [note] = [each for each in measured.notes if each.startswith("Runs differ in")]
+    for name in ("even", "odd", "late"):
+        assert name in note
+        assert rows[name].is_bound, name
+        assert rows[name].kept_bytes is None, name
     assert rows["late"].total_s > 0
 
 
@@ -209,44 +201,34 @@ def test_model_of_which_torch_compiles_nothing_is_measured_as_eager(profile_of):
     assert measured.whole.of_roofline is not None, "the total is that of its parts"
 
 
-def test_optimizers_of_a_model_are_parts(profile_of):
+def test_an_optimizer_of_a_model_is_a_part(profile_of):
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)
-    optimizers = [torch.optim.Adam([weight]), torch.optim.RMSprop([weight])]
+    optimizer = torch.optim.RMSprop([weight])
 
     def learn(x):
-        for each in optimizers:
-            each.step()
+        optimizer.step()
         return x * weight.detach()
 
-    rows = {row.name: row for row in profile_of(learn, "forward").rows}
-    assert {row.name for row in rows.values() if row.is_optimizer} == {
-        "Adam",
-        "RMSprop",
-    }
-    # What runs after a step is the model's, which is called as its class.
-    assert "mul" in {each.name for each in rows["Module"].operations}
+    step, model, _ = profile_of(learn, "forward").rows
+    assert (step.name, step.is_optimizer) == ("RMSprop", True)
+    # What runs after a step is the model's.
+    assert "mul" in {each.name for each in model.operations}
 
 
-def test_embeddings_may_be_sparse_unless_their_table_is_a_layers_weight(profile_of):
-    model: Any = nn.ModuleDict(
-        {
-            "dense": nn.Embedding(9, 4),
-            "sparse": nn.Embedding(9, 4, sparse=True),
-            "tied": nn.Embedding(9, 4),
-            "head": nn.Linear(4, 9, bias=False),
-        }
-    )
+def test_embeddings_may_be_sparse_unless_something_needs_dense_gradients(profile_of):
+    model: Any = nn.ModuleDict({name: nn.Embedding(9, 4) for name in ("free", "tied")})
+    model["head"] = nn.Linear(4, 9, bias=False)
     model["head"].weight = model["tied"].weight
-    model.forward = lambda ids: [
-        model[name](ids) for name in ("dense", "sparse", "tied")
-    ]
+    model.forward = lambda ids: model["free"](ids) + model["tied"](ids)
     inputs = (torch.ones(2, 3, dtype=torch.int64),)
-    rows = profile_of(model, "forward", inputs).rows
-    assert [row.name for row in rows if row.may_be_sparse] == ["dense"]
-    # AdamW takes no sparse gradient.
-    model["sparse"].sparse = False
-    assert not any(row.may_be_sparse for row in profile_of(model, "step", inputs).rows)
+    # AdamW takes no sparse gradients.
+    for mode, names in ("train", ["free"]), ("step", []):
+        rows = profile_of(model, mode, inputs).rows
+        assert [row.name for row in rows if row.may_be_sparse] == names, mode
+    model["free"].sparse = True  # already
+    rows = profile_of(model, "train", inputs).rows
+    assert not any(row.may_be_sparse for row in rows)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
