@@ -113,7 +113,8 @@ def measure(
         works = {part: bounded(work, THREADS) for part, work in works.items()}
         notes.append(
             f"Python threads work in the model ({', '.join(subject.threads[:3])}), and what "
-            "they do is not seen. So the model is one part, and its figures are bounds."
+            "they do is not seen. So the model is one part, and its figures and the peak "
+            "are bounds."
         )
 
     # How long they take, and what the machine allows.
