@@ -246,6 +246,8 @@ def test_a_report_ends_with_what_to_try_unless_other_programs_took_the_time(
     clock.takes = {"mm": 1.0, "relu": 0.5, "threshold_backward": 0.25, "add": 0.125}
     clock.takes["_fused_adamw_"] = 7.0
     assert report(profile_of(Stack(), "step")).endswith(ACTIONS)
+    # What varies by more than half may have another reason.
+    assert actions(profile_of(Stack(), "step", paces=(1, 2, 6))) == ""
     clock.others = 0.37
     disturbed = profile_of(Stack(), "step")
     assert actions(disturbed) == ""
