@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from profiling.calculate import Operation, Work, added
 from profiling.parts import Part
-from profiling.report import kernel_table, losses
+from profiling.report import actions, kernel_table, losses
 from profiling.roofline import Rates, rate_samplers
 from profiling.rows import Row, Time, left_over
 from profiling.rows import row_of as compared
@@ -168,6 +168,18 @@ def test_a_part_that_loses_more_than_the_total_has_no_share_of_it():
         rows=[row_of()], whole=whole, parts_are_eager=False, others=0.0
     )
     assert "part: loses 10.0 s of its 10.0 s\n" in losses(profile)
+
+
+def test_losses_below_half_a_percent_of_the_total_are_not_worth_a_try():
+    profile: Any = SimpleNamespace(rows=[row_of()], parts_are_eager=False, others=0.0)
+    for seconds, is_tried in (1999.0, True), (2001.0, False):
+        profile.whole = Row("total", total_s=seconds)
+        assert bool(actions(profile)) == is_tried, seconds
+
+
+def test_the_rest_varies_by_a_share_of_itself():
+    [rest] = left_over([Row("up", total_s=8.0)], 10.0, None, rest_varies=0.1)
+    assert (rest.total_s, rest.varies) == (2.0, 0.5)
 
 
 class AsInLayers(TorchDispatchMode):
