@@ -257,17 +257,15 @@ class Watch:
 
 @contextmanager
 def noticing_threads() -> Iterator[set[str]]:
-    """Collect the names of Python threads that begin, or call a module, in the meantime.
-
-    Daemons that begin are no part of a model: the monitor of tqdm, or a compiler's pool.
-    """
+    """Collect the names of Python threads that begin, or call a module, in the meantime."""
     names: set[str] = set()
     own, before = threading.current_thread(), threading.getprofile()
 
     def begin(*_: Any) -> None:
         sys.setprofile(None)
-        if not threading.current_thread().daemon:
-            names.add(threading.current_thread().name)
+        thread = threading.current_thread()
+        if type(thread).__module__ != "tqdm._monitor":  # which belongs to progress bars
+            names.add(thread.name)
 
     def call(*_: Any) -> None:
         if threading.current_thread() is not own:

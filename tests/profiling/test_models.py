@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from pages import block_with
 from profiling.report import report
 from profiling.runs import EAGER_PARTS, Batch
 from torch import Tensor, nn
+from tqdm import TMonitor, tqdm
 
 LAYER = nn.Linear(4, 4)
 PASS = 2 * 10 * 4 * 4  # FLOPs of the layer in a pass
@@ -90,6 +91,12 @@ def add_in_threads(layer, x):
         return threads.submit(torch.mm, x[0], x[0].T).result() @ layer(x)
 
 
+def add_in_daemons(layer, x):
+    """Call a layer, and a function without a module in a thread that is a daemon."""
+    with ThreadPool(1) as threads:
+        return layer(x) + threads.apply(torch.mean, [x])
+
+
 def call_in_threads(layer, x):
     """Call a layer in a thread that was there before."""
     return POOL.submit(layer, x).result()
@@ -100,7 +107,7 @@ POOL.submit(torch.ones, 1).result()
 
 
 def test_a_model_whose_python_threads_work_is_one_part_with_bounds(profile_of):
-    for forward in (add_in_threads, call_in_threads):
+    for forward in (add_in_threads, add_in_daemons, call_in_threads):
         model: Any = nn.Sequential(LAYER)
         model.forward = partial(forward, LAYER)
         measured = profile_of(model)
@@ -112,15 +119,13 @@ def test_a_model_whose_python_threads_work_is_one_part_with_bounds(profile_of):
         assert measured.whole.is_bound, forward
 
 
-def wait_for_a_daemon(x):
-    thread = Thread(target=int, daemon=True)
-    thread.start()
-    thread.join()
+def show_progress(x):
+    TMonitor(tqdm, 10).exit()  # which the first bar starts
     return LAYER(x)
 
 
-def test_daemons_such_as_tqdms_monitor_do_not_work_in_a_model(profile_of):
-    assert not profile_of(wait_for_a_daemon).whole.is_bound
+def test_the_thread_of_progress_bars_does_not_work_in_a_model(profile_of):
+    assert not profile_of(show_progress).whole.is_bound
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
