@@ -4,8 +4,8 @@ A storage has 16 tokens of 4 numbers of 4 bytes: 256 bytes.
 """
 
 import torch
-from profiling.calculate import Operation, kept_bytes, moved_bytes, works_of
-from profiling.events import Event, Held, Place, Record, Stay
+from profiling.calculate import Operation, moved_bytes, works_of
+from profiling.events import Event, Place, Record, Stay
 from profiling.operations import Flops
 
 X, RESULT, INSIDE = 1, 2, 3  # numbers of storages
@@ -105,12 +105,6 @@ def test_bytes_that_a_part_must_move():
         assert (
             moved_bytes(Stay("part", "forward", True, tuple(events), left)) == moved
         ), title
-
-
-def test_the_first_part_that_holds_a_storage_keeps_it():
-    held = [Held("saves", X, 256), Held("makes", X, 256), Held("makes", RESULT, 128)]
-    assert kept_bytes(Record(held=held)) == {"saves": 256, "makes": 128}
-    assert kept_bytes(Record(held=None)) is None
 
 
 def of(seconds, count=0, operation="aten.f"):

@@ -85,19 +85,6 @@ def test_fused_encoder_layer_takes_the_flops_of_its_layers(profile_of):
     assert layers.flops == {"float32": 3 * fused.flops["float32"]}
 
 
-def test_flops_of_each_dtype_are_counted_apart(profile_of):
-    layer = nn.Linear(4, 4)
-
-    def autocast(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            x = layer(x)
-        return layer(x.float())
-
-    count = 3 * 2 * TOKENS * 4 * 4
-    found = profile_of(autocast).whole.flops
-    assert found == {"bfloat16": count, "float32": count}
-
-
 def flops(name, given):
     """Return the FLOPs of an operation by arguments that are given.
 
