@@ -37,6 +37,8 @@ MOVED = {
     "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 160 + 160),
     # A token of both sequences and its copy, the others of the cache, and the product.
     "a cache that is written in part": (cached, 2 * 2 * 16 + 2 * 4 * 16 + 160),
+    # A position, a number of the table, and the result.
+    "a number of a table": (lambda x: TABLE.take(ROWS[:1]), 8 + 4 + 4),
     # Positions, and for each a row of the table, which is read, a row that
     # is written, because its norm is limited, and a row of the result.
     "rows of a table": (
