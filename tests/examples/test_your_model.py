@@ -41,11 +41,23 @@ def model(layers):
 
 @pytest.fixture
 def of_transformers(layers):
-    """The PreTrainedModel of the page."""
-    pytest.importorskip("transformers", reason="requires the extra examples")
-    names: dict[str, Any] = {"__name__": "my_model"}
-    exec(block_with(PAGE, "class MyModel(PreTrainedModel)"), names)
-    return names["MyModel"](names["MyConfig"]())
+    """A PreTrainedModel whose `_init_weights` is the page's."""
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    page: dict[str, Any] = {"PreTrainedModel": transformers.PreTrainedModel}
+    exec(block_with(PAGE, "class MyModel(PreTrainedModel)"), page)
+
+    class Model(page["MyModel"]):  # type: ignore[misc]
+        config_class = transformers.PreTrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer = layers.Transformer(2, 64, 4, max_seq_len=128)
+            self.head = nn.Linear(64, 256, bias=False)
+            self.post_init()
+
+    return Model(transformers.PreTrainedConfig())
 
 
 @pytest.mark.parametrize("device_map", [None, "auto"])
@@ -153,7 +165,7 @@ def test_a_walk_over_copied_layers_leaves_the_rest_of_nanogpt_alone(layers):
     weight = model.transformer["h"][1].attn.q_proj.weight
     assert abs(weight.std() - math.sqrt(2 / sum(weight.shape))) < 0.01
     # A walk over the whole model, against which the page warns, draws torch's weights.
-    exec(block_with(PAGE, 'model.to_empty(device="cuda")').partition("\n")[2])
+    walk(model)
     assert own[0].std() > 0.9
     assert abs(own[1].std() - 1 / math.sqrt(3 * 64)) < 0.005
 
