@@ -197,9 +197,29 @@ def test_verify_names_a_missing_package(missing, monkeypatch, capsys):
     assert f"verify requires {missing}: install" in capsys.readouterr().err
 
 
+FUSED = """
+import torch.nn.functional as F
+from torch import nn
+
+
+class FusedAttention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+"""
+
+
 def test_a_class_with_fused_weights_passes_as_the_page_wraps_it(tmp_path):
     page = ROOT / "docs" / "verify.md"
-    (tmp_path / "my_model.py").write_text(block_with(page, "class FusedAttention("))
+    (tmp_path / "my_model.py").write_text(FUSED)
     (tmp_path / "attention.py").write_text(block_with(page, "functional_call("))
     code, report = verify(tmp_path, folder=tmp_path)
     assert code == 0, report
