@@ -6,9 +6,9 @@
     python examples/ablations.py positions
 
 Variants differ in one choice. In a row of the table, they share the seed, the batches
-and the learning rate. All have the same number of parameters, except for the gains of
-norms. Losses are in nats per byte, on held-out text. After a few hundred steps, they
-show how fast a variant starts, and not what it reaches in the end.
+and the learning rate. All have the same number of parameters, apart from norm weights.
+Losses are in nats per byte, on held-out text. After a few hundred steps, they show how
+fast a variant starts, and not what it reaches in the end.
 """
 
 import argparse
