@@ -32,14 +32,12 @@ def is_real(sequence, _, key):
 
 # What a query may attend to besides the causal mask, for the expression in each row.
 ALLOWED = {
-    "None": lambda sequence, query, key: True,
     "keep[..., None, :]": is_real,
     "attention_mask.bool()[..., None, :]": is_real,
     "document[:, None] == document": lambda _, query, key: (
         DOCUMENT[query] == DOCUMENT[key]
     ),
     "torch.ones(seq, seq, dtype=torch.bool).triu(-2)": in_window,
-    "window & keep[..., None, :]": lambda *where: in_window(*where) and is_real(*where),
     "additive == 0": in_window,
     "four_axes[..., 0, :, :]": in_window,
     "~hidden": in_window,
@@ -57,7 +55,6 @@ def names():
         "keep": keep,
         "attention_mask": keep.long(),
         "document": torch.tensor(DOCUMENT),
-        "window": window,
         "additive": torch.zeros(SEQ, SEQ).masked_fill(~window, -1e9),
         "four_axes": window.expand(BATCH, 1, SEQ, SEQ),
         "hidden": ~window,
