@@ -47,8 +47,9 @@ def of_transformers(layers):
     )
     page: dict[str, Any] = {"PreTrainedModel": transformers.PreTrainedModel}
     exec(block_with(PAGE, "class MyModel(PreTrainedModel)"), page)
+    base: Any = page["MyModel"]
 
-    class Model(page["MyModel"]):  # type: ignore[misc]
+    class Model(base):  # type: ignore[misc]
         config_class = transformers.PreTrainedConfig
 
         def __init__(self, config):
