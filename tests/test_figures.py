@@ -12,12 +12,17 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 MEASURED = ROOT / "docs" / "compare.md"
 CPU, H100 = "cpu-amd-epyc-avx512.md", "speed-h100.md"
+AVX2 = "cpu-amd-epyc-avx2.md"
 # The report and the case of each row in the README.
 README = {
     "training, one core of a CPU": (CPU, "train-bf16-768-eager"),
     "training, H100": (H100, "train-bf16-llama-8b-eager"),
     "training, H100, compiled": (H100, "train-bf16-llama-8b-compiled"),
     "one token, one core of a CPU": (CPU, "forward-bf16-token-eager"),
+    "one token, float32, [merged projections](examples/merged.py)": (
+        AVX2,
+        "forward-f32-token-merged-eager",
+    ),
     "one token, H100, CUDA graphs": (H100, "forward-bf16-llama-8b-token-graphs"),
 }
 
@@ -46,7 +51,7 @@ def test_the_page_names_the_torch_of_each_report_of_speed():
     named = re.findall(
         r"torch ([\d.]+\d).*?\[report\]\(results/(.*?)\)", speed, re.DOTALL
     )
-    assert [report for _, report in named] == [CPU, H100]
+    assert [report for _, report in named] == [CPU, AVX2, H100]
     for version, report in named:
         assert (
             f"; torch {version}+" in (RESULTS / report).read_text().partition("\n")[0]
