@@ -1,42 +1,191 @@
-"""Find the module in which two models part."""
+"""Compare two models in float64, and name the module in which they part."""
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from float64 import in_float64
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .partners import Keys, Pair
-from .runs import Run, first_node
-from .values import TOLERANCE, difference, joined
+from .runs import Call, Refused, Run, Seen, Subject, error, numbers
 
+TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
 NOISE = 2.0**-26  # a gradient below this share of the largest one is rounding
+EXACT = 1e-9  # float64 has 1e-16
 
 
-def leaking(run: Run, pairs: list[Pair]) -> set[Any]:
-    """Return autograd's nodes whose error reaches the result.
+@dataclass
+class Answer:
+    """The first line, the exit code, and a table."""
 
-    A tensor that equals its partner's stops it: what came before was made good, or was
-    only cut into modules in another way.
+    line: str
+    exit_code: int
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass(eq=False)
+class Pair:
+    """Calls of partners, and how far their first inputs and results are from each other."""
+
+    ours: Call
+    theirs: Call
+    same_weights: bool
+    input: float
+    result: float
+
+    @property
+    def names(self) -> str:
+        return f"{self.ours.name} ({self.theirs.name})"
+
+
+def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
+    """Compare two models in float64. Return partners if they are the same function.
+
+    Raises:
+        Refused: they get other inputs, or their results have other sizes.
     """
-    right = set()
-    for pair in pairs:
-        if pair.input <= TOLERANCE:
-            right.add(first_node(pair.ours.inputs))
-        if pair.result <= TOLERANCE:
-            right.add(first_node(pair.ours.results))
-    leaks: set[Any] = set()
-    waiting = [run.result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in leaks and (node not in right or not leaks):
-            leaks.add(node)
-            waiting += [earlier for earlier, _ in node.next_functions]
-    return leaks
+    mine, others = (
+        [leaf for leaf in tree_leaves(each.inputs) if isinstance(leaf, Tensor)]
+        for each in (ours, theirs)
+    )
+    fewer, more = sorted((mine, others), key=len)  # a port may take fewer
+    if not all(any(error(one, other) == 0 for other in more) for one in fewer):
+        raise Refused(
+            "both models must get the same input, got tensors of "
+            f"{sizes(mine)} and {sizes(others)} which are not equal; draw them with a "
+            "torch.Generator of the same seed"
+        )
+    a, b = ours.run_wide(), theirs.run_wide()
+    if a.result.numel() != b.result.numel():
+        raise Refused(
+            "results must have the same size, got "
+            f"{sizes([a.result])} and {sizes([b.result])}"
+        )
+    pairs = partners(a, b, {})
+    if error(a.result, b.result) <= TOLERANCE:
+        return wrong_in_backward(a, b, pairs) or pairs
+    same = [pair for pair in pairs if pair.same_weights]
+    own = layers(a.calls, [pair.ours for pair in same])
+    exchange = Exchange(
+        ours={call.module: is_linear for call, is_linear in own.items()},
+        theirs=layers(b.calls, [pair.theirs for pair in same]),
+    )
+    a = ours.run_wide(exchange=exchange)
+    others = [pair for pair in exchange.found.values() if pair.result > TOLERANCE]
+    if error(a.result, b.result) > TOLERANCE:
+        pairs = partners(a, b, exchange.found)
+        return wrong_in_forward(a, pairs, {pair.ours.module for pair in others})
+    line = f"OTHER WEIGHTS in {len(others)} modules, else the same function"
+    columns = ["module", "partner", "result off by"]
+    rows = [[pair.ours.name, pair.theirs.name, pair.result] for pair in others]
+    return Answer(line, 1, columns, rows)
 
 
-def wrong_in_forward(run: Run, pairs: list[Pair]) -> tuple[Pair, Pair | None]:
-    """Return the innermost pair with the same input and another result.
+def sizes(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(str(list(each.shape)) for each in tensors)
 
-    Also return the first pair in it that has another input, if there is one.
+
+# --- Partners ---------------------------------------------------------------------------
+
+
+def partners(ours: Run, theirs: Run, exchanged: dict[nn.Module, Pair]) -> list[Pair]:
+    """Pair calls of modules that hold the same numbers, in the order of our calls.
+
+    Of several, the first with the same input is taken, then the first. What is left is
+    paired if it contains the same partners: modules around weights that differ.
+    """
+    keys = dict[nn.Module, int]()
+
+    def key(module: nn.Module) -> int:
+        if module in exchanged:
+            module = exchanged[module].theirs.module
+        if module not in keys:
+            own = sum(map(hash_of, module.parameters(recurse=False)))
+            keys[module] = (own + sum(map(key, module.children()))) % 2**64
+        return keys[module]
+
+    def pair(one: Call, other: Call) -> Pair:
+        return Pair(
+            one,
+            other,
+            same_weights=key(one.module) == key(other.module),
+            input=nearest(values(one.inputs), values(other.inputs)),
+            result=nearest(values(one.results), values(other.results)),
+        )
+
+    *own, model = ours.calls
+    *others, their_model = theirs.calls
+    found = {model: pair(model, their_model)}
+    waiting = defaultdict[int, list[Call]](list)
+    for each in others:
+        waiting[key(each.module)].append(each)
+    waiting.pop(0, None)  # modules without numbers
+    for each in own:
+        same = waiting[key(each.module)]
+        if same:
+            pairs = (pair(each, other) for other in same)
+            first = next((new for new in pairs if new.input <= TOLERANCE), None)
+            found[each] = first or pair(each, same[0])
+            same.remove(found[each].theirs)
+    known = list(found.values())
+    taken = {new.theirs for new in known}
+    by_contents = {
+        frozenset(new for new in known if new.theirs.is_inside(each)): each
+        for each in reversed(others)  # of several, the innermost is kept
+        if each not in taken
+    }
+    for each in own:
+        inside = frozenset(new for new in known if new.ours.is_inside(each))
+        if each not in found and inside and inside in by_contents:
+            found[each] = pair(each, by_contents.pop(inside))
+    return [found[each] for each in ours.calls if each in found]
+
+
+def hash_of(weight: Tensor) -> int:
+    """Return a sum over the numbers: the same if they are permuted, joined or split."""
+    total = 0
+    for some in weight.detach().flatten().split(2**20):  # to bound memory
+        bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
+        bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
+        total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
+    return total
+
+
+def values(seen: list[Seen]) -> list[Tensor]:
+    return [each.value for each in seen if each.value.is_floating_point()]
+
+
+def nearest(
+    found: list[Tensor], exact: list[Tensor], least_norm: float = 1e-300
+) -> float:
+    """Return the difference between our first tensor and the nearest of theirs."""
+    if not found:
+        return 0.0
+    off = (difference(found[0], each, least_norm) for each in exact)
+    return min(off, default=float("inf"))
+
+
+def difference(found: Tensor, exact: Tensor, least_norm: float) -> float:
+    """Return the error in whatever order: rows may be permuted, and axes exchanged."""
+    in_order = error(found, exact, least_norm)
+    if in_order <= TOLERANCE or in_order == float("inf"):
+        return in_order
+    found, exact = numbers(found).sort().values, numbers(exact).sort().values
+    return min(in_order, error(found, exact, least_norm))
+
+
+# --- Forward ----------------------------------------------------------------------------
+
+
+def wrong_in_forward(run: Run, pairs: list[Pair], others: set[nn.Module]) -> Answer:
+    """Name the innermost pair with the same input and another result.
+
+    Also name the first pair in it that has another input, if there is one.
+    others: modules with other weights.
     """
     leaks = leaking(run, pairs)
     wrong = [
@@ -45,59 +194,207 @@ def wrong_in_forward(run: Run, pairs: list[Pair]) -> tuple[Pair, Pair | None]:
         if pair.result > TOLERANCE and first_node(pair.ours.results) in leaks
     ]
     place = next((pair for pair in wrong if pair.input <= TOLERANCE), pairs[-1])
-    inside = [pair for pair in wrong if pair.ours.is_inside(place.ours)]
-    return place, next(iter(inside), None)
-
-
-def wrong_in_backward(
-    ours: Run, theirs: Run, pairs: list[Pair], keys: Keys
-) -> tuple[Pair, float] | None:
-    """Return the innermost pair whose result has the same gradient, but not its input.
-
-    Or not its weights: those that no pair inside has, and no pair with another gradient.
-    """
-    runs = (ours, theirs)
-    of_tensors = [
-        g for run in runs for c in run.calls for g in c.results.float_gradients
-    ]
-    of_weights = [g for run in runs for g in run.weight_gradients.values()]
-    least = [
-        NOISE * max((each.norm().item() for each in gradients), default=0.0)
-        for gradients in (of_tensors, of_weights)
-    ]
-
-    def off(found: list[Tensor], exact: list[Tensor]) -> float:
-        return min(
-            (difference(found[0], each, least[0]) for each in exact), default=0.0
+    if place.same_weights and others.isdisjoint(place.ours.module.modules()):
+        line = (
+            f"MISTAKE in forward, in {place.names}: its result is off by "
+            f"{place.result:.1e}, the model's by {pairs[-1].result:.1e}"
         )
+    else:
+        line = f"OTHER WEIGHTS in {place.names}, and perhaps a mistake"
+    inside = [pair.ours.name for pair in wrong if pair.ours.is_inside(place.ours)]
+    if inside:
+        line += f"; it shows first in {inside[0]}"
+    return table_around(place, pairs, line)
 
-    judged = [p for p in pairs if max(p.input, p.result) <= TOLERANCE]
-    same: list[Pair] = []
-    others: list[Pair] = []
-    for pair in judged:
-        own, exact = (side.results.float_gradients for side in (pair.ours, pair.theirs))
-        (same if off(own, exact) <= TOLERANCE else others).append(pair)
-    seen = set[nn.Parameter]()
-    for pair in same:
+
+def leaking(run: Run, pairs: list[Pair]) -> set[Any]:
+    """Return autograd's nodes whose error reaches the result.
+
+    A tensor that equals its partner's stops it: what came before was made good, or was
+    only cut into modules in another way.
+    """
+    right = {first_node(pair.ours.inputs) for pair in pairs if pair.input <= TOLERANCE}
+    right |= {
+        first_node(pair.ours.results) for pair in pairs if pair.result <= TOLERANCE
+    }
+    leaks = set[Any]()
+    waiting = [run.result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in right and node not in leaks:
+            leaks.add(node)
+            waiting += [earlier for earlier, _ in node.next_functions]
+    return leaks
+
+
+def first_node(seen: list[Seen]) -> Any:
+    """Return the node of the first tensor of floats."""
+    nodes = (each.node for each in seen if each.value.is_floating_point())
+    return next(nodes, None)
+
+
+def table_around(place: Pair, pairs: list[Pair], line: str) -> Answer:
+    at = pairs.index(place)
+    columns = ["module", "partner", "input off by", "result off by"]
+    rows = [
+        [pair.ours.name, pair.theirs.name, pair.input, pair.result]
+        for pair in pairs[max(at - 8, 0) : at + 5]
+    ]
+    return Answer(line, 1, columns, rows)
+
+
+# --- Other weights ----------------------------------------------------------------------
+
+
+@dataclass
+class Exchange:
+    """Lets layers of theirs compute in place of ours, if they differ in weights only.
+
+    Both get the same input, and are linear, or norms whose results differ by the same
+    factors in all rows, or embeddings.
+
+    ours, theirs: layers without a partner, and whether they are linear.
+    found: our module, and what it is exchanged with.
+    """
+
+    ours: dict[nn.Module, bool]
+    theirs: dict[Call, bool]
+    found: dict[nn.Module, Pair] = field(default_factory=dict)
+
+    def __call__(self, call: Call, given: list[Any], y: Any) -> Any:
+        if call.module not in self.ours or not isinstance(y, Tensor):
+            return y
+        x = given[0]
+        alike = []
+        for other, is_linear in self.theirs.items():
+            before = other.inputs[0].value
+            if (
+                error(x, before) <= TOLERANCE
+                and y.numel() == other.results[0].value.numel()
+            ):
+                exact = other.module(x.reshape(before.shape)).reshape(y.shape)
+                are_linear = is_linear and self.ours[call.module]
+                if (
+                    are_linear
+                    or not x.is_floating_point()
+                    or differ_by_factors(y, exact)
+                ):
+                    alike.append((error(y, exact), other, exact))
+        if not alike:
+            return y
+        # The nearest or, if no weight was loaded, the first.
+        off, other, exact = min(alike, key=lambda each: min(each[0], 0.5))
+        del self.theirs[other]
+        self.found[call.module] = Pair(call, other, False, 0.0, off)
+        return exact
+
+
+def layers(calls: list[Call], known: list[Call]) -> dict[Call, bool]:
+    """Return the outermost layers outside of known calls, and whether they are linear.
+
+    They take and return one tensor, and hold numbers.
+    """
+    found = dict[Call, bool]()
+    for call in reversed(calls):  # outer ones first
+        has_numbers = [*call.module.parameters(), *call.module.buffers()]
+        is_simple = call.takes_one and len(call.results) == 1 and has_numbers
+        others = [*known, *found]
+        if is_simple and not any(call is e or call.is_inside(e) for e in others):
+            linear = is_linear(call)
+            if linear or not list(call.module.children()):
+                found[call] = linear
+    return dict(reversed(found.items()))
+
+
+@torch.no_grad()
+def is_linear(call: Call) -> bool:
+    """Say whether sums of inputs give sums of results, apart from a bias."""
+    x = call.inputs[0].value
+    if not x.is_floating_point():
+        return False
+    with in_float64():
+        y = [call.module(each) for each in (x, x.cos(), x + x.cos(), 0 * x)]
+        return isinstance(y[0], Tensor) and error(y[0] + y[1], y[2] + y[3]) < EXACT
+
+
+def differ_by_factors(found: Tensor, exact: Tensor) -> bool:
+    """Say whether each feature differs by a factor and a bias, the same for all rows."""
+    u, v = (each.flatten(0, -2) for each in (found, exact))
+    u, v = u - u[:1], v - v[:1]
+    return len(u) > 2 and error(u * v[1:2], v * u[1:2]) < EXACT
+
+
+# --- Backward ---------------------------------------------------------------------------
+
+
+def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | None:
+    """Name the innermost pair whose result has the same gradient, but not its input.
+
+    Or not its weights. Those of several calls are compared in the whole model.
+    """
+    sums = backward(ours) | backward(theirs)
+    calls = [*ours.calls, *theirs.calls]
+    norms = [each.norm().item() for call in calls for each in gradients(call.results)]
+    least = NOISE * max(norms)
+    least_square = NOISE**2 * max((each[0].item() for each in sums.values()), default=0)
+    uses = Counter(w for call in calls for w in call.module.parameters(recurse=False))
+    for pair in pairs:
         sides = pair.ours, pair.theirs
-        worst = 0.0
-        if pair.ours.inputs.float_gradients:
-            worst = off(*(side.inputs.float_gradients for side in sides))
-        left_out = set(seen)
-        for other in others:
-            if not other.ours.is_inside(pair.ours):  # it may share a weight
-                left_out.update(other.ours.module.parameters())
-                left_out.update(other.theirs.module.parameters())
-        gradients = []
-        for run, side in zip(runs, sides, strict=True):
-            known = run.weight_gradients
-            weights = [w for w in side.module.parameters() if w not in left_out]
-            gradients.append(joined([known[w] for w in weights if w in known]))
-            seen.update(weights)
-        if keys[pair.ours.module] == keys[pair.theirs.module]:
-            length = max(map(len, gradients))  # zeros are left out
-            padded = [nn.functional.pad(g, (0, length - len(g))) for g in gradients]
-            worst = max(worst, difference(padded[0], padded[1], least[1]))
-        if worst > TOLERANCE:
-            return pair, worst
+        results, inputs = (
+            [gradients(getattr(each, name)) for each in sides]
+            for name in ("results", "inputs")
+        )
+        if max(pair.input, pair.result, nearest(*results, least)) > TOLERANCE:
+            continue
+        off = nearest(*inputs, least)
+        weights = [list(each.module.parameters()) for each in sides]
+        is_shared = any(uses[weight] > 1 for each in weights for weight in each)
+        if weights[0] and pair.same_weights and (not is_shared or pair is pairs[-1]):
+            own, exact = (sum(sums[weight] for weight in each) for each in weights)
+            square = (own - exact)[1:].square().sum()
+            off = max(off, (square / max(exact[0], least_square)).sqrt().item())
+        if off > TOLERANCE:
+            line = (
+                f"MISTAKE in backward, in {pair.names}: its gradients are off by "
+                f"about {off:.0e}"
+            )
+            return table_around(pair, pairs, line)
     return None
+
+
+def gradients(seen: list[Seen]) -> list[Tensor]:
+    return [each.gradient for each in seen if each.value.is_floating_point()]
+
+
+def backward(run: Run) -> dict[Tensor, Tensor]:
+    """Go backward, and return sums of each weight's gradient, instead of the gradient.
+
+    They are the same if numbers are permuted, joined or split: the sum of squares, and
+    two sums with factors that depend on the numbers of the weight.
+    """
+    run.forget_values()
+    weights = list(run.model.parameters())
+    sums = {each: torch.zeros(3, dtype=torch.float64) for each in weights}
+
+    def keep(weight: Tensor) -> None:
+        assert weight.grad is not None
+        parts = (each.flatten().split(2**20) for each in (weight.grad, weight))
+        for some, values in zip(*parts, strict=True):  # to bound memory
+            gradient, angle = numbers(some), 1e3 * numbers(values)
+            terms = gradient, angle.cos(), angle.sin()
+            sums[weight] += torch.stack([gradient @ each for each in terms]).cpu()
+        weight.grad = None
+
+    hooks = [
+        each.register_post_accumulate_grad_hook(keep)
+        for each in weights
+        if each.requires_grad
+    ]
+    # The gradient of the result depends on its values alone.
+    result = run.result.detach()
+    size = result.square().mean().sqrt().clamp_min(1e-300)
+    with in_float64():
+        run.result.backward(torch.cos(3 * result / size))
+    for hook in hooks:
+        hook.remove()
+    return sums

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from float64 import in_float64
@@ -11,9 +10,7 @@ from profiling.parts import parts_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .runs import Run, Traced
-from .subjects import Subject, plain_weights
-from .values import error, numbers
+from .runs import Run, Seen, Subject, error, numbers, plain_weights
 
 
 @dataclass
@@ -33,35 +30,37 @@ class Part:
 
     @property
     def error(self) -> float:
-        return (self.squares / self.tensors) ** 0.5 if self.tensors else 0.0
+        return (self.squares / max(self.tensors, 1)) ** 0.5
 
     @property
     def least(self) -> float:
-        return (self.least_squares / self.tensors) ** 0.5 if self.tensors else 0.0
+        return (self.least_squares / max(self.tensors, 1)) ** 0.5
 
     @property
     def ratio(self) -> float:
         return self.error / self.least if self.least else 1.0
 
-    def add(self, found: Traced, exact: Traced, influence: Traced, dtype: Any) -> None:
+    def add(
+        self,
+        found: list[Seen],
+        exact: list[Seen],
+        influence: list[Seen],
+        dtype: torch.dtype,
+    ) -> None:
         """Add the errors of tensors. influence: has gradients of the result's error."""
-        gradients = influence.float_gradients
-        for own, true, gradient in zip(
-            found.floats, exact.floats, gradients, strict=True
-        ):
-            if own.shape != true.shape:  # a router chose other tokens: no error of ours
+        for own, true, other in zip(found, exact, influence, strict=True):
+            x, y = own.value, true.value
+            # Where a router chose other tokens, that is no error of this part.
+            if not x.is_floating_point() or x.shape != y.shape:
                 continue
-            if gradient.shape != true.shape:
-                gradient = torch.zeros_like(true)
-            is_seen = true.abs() < 1e30  # no mask
-            own, true, gradient = own[is_seen], true[is_seen], gradient[is_seen]
-            coarse = max(dtype, own.dtype, key=epsilon)
-            squares = error(own, true) ** 2
-            least = error(true.to(coarse), true) ** 2
+            coarse = max(dtype, x.dtype, key=epsilon)
+            squares, least = error(x, y) ** 2, error(y.to(coarse), y) ** 2
             self.tensors += bool(squares or least)
             self.squares += squares
             self.least_squares += least
-            self.share += ((numbers(own) - numbers(true)) @ numbers(gradient)).item()
+            if other.gradient.shape == y.shape:
+                off = numbers(x) - numbers(y)
+                self.share += (off @ numbers(other.gradient)).item()
 
 
 @dataclass
@@ -90,11 +89,12 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     influences = {each.name: each for each in wide.calls}
     with torch.no_grad():
         alone = subject.run_wide(forced=calls)
-    of_modules = parts_of(subject.narrow)
-    of_modules[subject.narrow] = "the model"
+    of_modules = {**parts_of(subject.narrow), subject.narrow: "the model"}
     names = {name: of_modules[each.module] for name, each in calls.items()}
     parts: dict[str, Part] = defaultdict(Part)
     for exact in alone.calls:
+        if exact.name not in calls:
+            continue  # a router chose another expert
         found = calls[exact.name]
         influence = influences.get(exact.name, exact)  # without gradients
         part = parts[names[exact.name]]
@@ -110,11 +110,6 @@ def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return a copy of an input, in the model's dtype if it is of floats."""
-    return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
-
-
 @torch.no_grad()
 def run_narrow(subject: Subject, compiled: bool) -> Run:
     """Run a model in its own dtype. If compiled, what each module does itself is compiled."""
@@ -124,3 +119,8 @@ def run_narrow(subject: Subject, compiled: bool) -> Run:
     inputs = tree_map_only(Tensor, partial(narrowed, subject.dtype), subject.inputs)
     with torch.compiler.set_stance("default" if compiled else "force_eager"):
         return Run(subject.narrow).start(inputs)
+
+
+def narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a copy of an input, in the model's dtype if it is of floats."""
+    return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)

@@ -1,81 +1,70 @@
-"""Follow a model: which tensors its modules get and return, and their gradients."""
+"""Build models in float64, run them, and keep what their modules get and return."""
 
-from collections import defaultdict
+import copy
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from profiling.runs import Inputs, call
+from float64 import in_float64
+from profiling.parts import results_in
+from profiling.runs import Build, Inputs, call, copied
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-
-from .values import Refused, floats, tensors_in
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class NoTies(TorchDispatchMode):
-    """Refuses routers that choose between equal scores, which two models may do differently."""
+class Refused(ValueError):
+    """Something that this program does not take."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default and result[0].shape[-1]:
-            least = result[0].min(-1, keepdim=True).values
-            chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
-            if ((chosen < all_equal) & least[..., 0].isfinite()).any():
-                raise Refused(
-                    "a router must not choose between equal scores, got some in float64; "
-                    "use other inputs, or weights that are not equal"
-                )
-        return result
+
+def numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers in float64. Those of masks, beyond 1e30, and NaN become 0."""
+    if type(tensor) not in (Tensor, nn.Parameter):  # such as a quantized weight
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    wide = tensor.detach().flatten().double()
+    return torch.where(wide.abs() < 1e30, wide, 0.0)
+
+
+def error(found: Tensor, exact: Tensor, least_norm: float = 1e-300) -> float:
+    """Return the norm of the difference, divided by the norm of the exact numbers."""
+    if found.numel() != exact.numel():
+        return float("inf")
+    true = numbers(exact)
+    return ((numbers(found) - true).norm() / true.norm().clamp_min(least_norm)).item()
 
 
 @dataclass(eq=False)
-class Traced:
-    """What a module got or returned: values, autograd's nodes, and gradients."""
+class Seen:
+    """A tensor that a module got or returned.
 
-    values: list[Tensor] = field(default_factory=list)
-    shapes: list[torch.Size | None] = field(default_factory=list)  # of floats
-    nodes: list[Any] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    node: what made it, for autograd.
+    gradient: of the model's result; 0 if the result does not depend on it.
+    """
 
-    def add(self, tensor: Tensor, same: Tensor) -> None:
-        """Keep a tensor, and the gradient of an alias that goes on in its place."""
-        if same.requires_grad:
-            place = len(self.values)
-            same.register_hook(partial(self.gradients.__setitem__, place))
-        self.values.append(tensor.detach().clone())
-        self.shapes.append(tensor.shape if tensor.is_floating_point() else None)
-        self.nodes.append(tensor.grad_fn)
-
-    @property
-    def floats(self) -> list[Tensor]:
-        return floats(self.values)
-
-    @property
-    def float_gradients(self) -> list[Tensor]:
-        """Return gradients of floats; zeros where the result does not depend on them."""
-        return [
-            self.gradients.get(
-                place, torch.zeros((), dtype=torch.float64).expand(shape)
-            )
-            for place, shape in enumerate(self.shapes)
-            if shape is not None
-        ]
+    value: Tensor
+    node: Any
+    gradient: Tensor
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module, and the call that contains it."""
+    """One call of a module, and the call that contains it.
+
+    takes_one: whether its only argument is a tensor.
+    """
 
     name: str
     module: nn.Module
     outer: "Call | None"
-    inputs: Traced = field(default_factory=Traced)
-    results: Traced = field(default_factory=Traced)
+    takes_one: bool
+    inputs: list[Seen] = field(default_factory=list)
+    results: list[Seen] = field(default_factory=list)
 
     def is_inside(self, other: "Call") -> bool:
         outer = self.outer
@@ -86,36 +75,36 @@ class Call:
 class Run:
     """The calls of a model's modules, in the order in which they end.
 
-    forced: calls of an equal model. Each call then gets their inputs, and what contains it
-        gets their results, so that a call's own result has no error of another call.
-    exchanged: functions of the input, whose results modules return.
+    forced: calls of an equal model. Each call gets their inputs, and what contains it gets
+        their results, so that a call's own result has no error of another call.
+    exchange: gets a call, what its module got, and its output, and returns the output.
     """
 
     model: nn.Module
     forced: dict[str, Call] = field(default_factory=dict)
-    exchanged: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    exchange: Callable[[Call, list[Any], Any], Any] | None = None
     calls: list[Call] = field(default_factory=list)
-    weight_gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     _open: list[Call] = field(default_factory=list)
-    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def start(self, inputs: Inputs) -> "Run":
-        """Call the model, and follow its modules."""
         hooks: list[Any] = []
         for path, module in self.model.named_modules():
             begin = partial(self._begin, path or "the model")
             hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._end))
+            hooks.append(module.register_forward_hook(self._end, with_kwargs=True))
         torch.manual_seed(0)
-        before = random_state(self.model)
-        output = call(self.model, inputs)
+        on_gpu = any(weight.is_cuda for weight in self.model.parameters())
+        random_state = torch.cuda.get_rng_state if on_gpu else torch.get_rng_state
+        before = random_state()
+        output = call(self.model, copied(inputs))  # which may be changed in place
         for hook in hooks:
             hook.remove()
-        if not torch.equal(before, random_state(self.model)):
+        if not torch.equal(before, random_state()):
             raise Refused(
                 "forward must not draw random numbers; set probabilities to 0"
             )
-        results = floats(tensors_in(output))
+        results = [t for t in results_in(output, set()) if t.is_floating_point()]
         if not results:
             raise Refused(f"forward must return floats, got {type(output).__name__}")
         self.result = results[0]
@@ -125,78 +114,163 @@ class Run:
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._counts[path] += 1
         again = f" (call {self._counts[path]})" if self._counts[path] > 1 else ""
-        started = Call(path + again, module, self._open[-1] if self._open else None)
-        self._open.append(started)
-        given = args, kwargs
-        forced = self.forced.get(started.name)
-        return passed_on(given, started.inputs, forced.inputs if forced else None)
+        leaves = tree_leaves((args, kwargs))
+        begun = Call(
+            name=path + again,
+            module=module,
+            outer=self._open[-1] if self._open else None,
+            takes_one=len(leaves) == 1 and isinstance(leaves[0], Tensor),
+        )
+        self._open.append(begun)
+        forced = self.forced.get(begun.name)
+        return passed_on((args, kwargs), begun.inputs, forced and forced.inputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         ended = self._open.pop()
         self.calls.append(ended)
-        if module in self.exchanged:
-            given = floats(tensors_in(args)) or tensors_in(args)
-            output = self.exchanged[module](given[0])
+        if self.exchange is not None:
+            output = self.exchange(ended, tree_leaves((args, kwargs)), output)
         forced = self.forced.get(ended.name)
-        return passed_on(output, ended.results, forced.results if forced else None)
-
-    def backward(self) -> None:
-        """Set all gradients. That of the result depends on its values alone."""
-        result = self.result.detach()
-        size = result.square().mean().sqrt().clamp_min(1e-300)
-        gradient = torch.cos(3 * result / size)
-        self.model.zero_grad(set_to_none=True)
-        hooks = [
-            weight.register_post_accumulate_grad_hook(self._keep)
-            for weight in self.weight_gradients
-        ]
-        self.result.backward(gradient)
-        for hook in hooks:
-            hook.remove()
+        return passed_on(output, ended.results, forced and forced.results)
 
     def forget_values(self) -> None:
         """Free memory once values are compared."""
         for each in self.calls:
-            each.inputs.values.clear()
-            each.results.values.clear()
-
-    def _keep(self, weight: Tensor) -> None:
-        assert weight.grad is not None
-        self.weight_gradients[weight].copy_(weight.grad)
-        weight.grad = None
+            for seen in (*each.inputs, *each.results):
+                seen.value = seen.value.new_empty(0)
 
 
-def random_state(model: nn.Module) -> Tensor:
-    """Return the state of the generator of the model's device."""
-    on_gpu = any(weight.is_cuda for weight in model.parameters())
-    return torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-
-
-def passed_on(tree: Any, traced: Traced, forced: Traced | None) -> Any:
-    """Trace tensors, and return aliases of them, or other values in their dtypes."""
-    aliases: dict[int, Tensor] = {}
-    others = iter(forced.values if forced else ())
+def passed_on(tree: Any, kept: list[Seen], forced: list[Seen] | None) -> Any:
+    """Keep tensors, and return aliases with gradients, or forced values in their place."""
+    others = iter(forced or ())
 
     def alias(tensor: Tensor) -> Tensor:
-        same = aliases.get(id(tensor))
-        if same is None:
-            followed = tensor
-            is_followed = torch.is_grad_enabled() and tensor.is_floating_point()
-            if is_followed and not tensor.requires_grad:  # such as a table's rows
-                followed = tensor.detach().requires_grad_().clone()
-            same = aliases[id(tensor)] = followed.view_as(followed)
-        traced.add(tensor, same)
-        if forced is None:
-            return same
-        other = next(others)
-        # A router may choose other tokens.
-        return other.to(tensor.dtype) if other.shape == tensor.shape else same
+        zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
+        seen = Seen(tensor.detach().clone(), tensor.grad_fn, zeros)
+        kept.append(seen)
+        if forced is not None:
+            other = next(others).value
+            # A router may have chosen other tokens.
+            return other.to(tensor.dtype) if other.shape == tensor.shape else tensor
+        if not (torch.is_grad_enabled() and tensor.is_floating_point()):
+            return tensor
+        if not tensor.requires_grad:  # such as a table's rows
+            tensor = tensor.detach().requires_grad_().clone()
+        same = tensor.view_as(tensor)
+        same.register_hook(partial(setattr, seen, "gradient"))
+        return same
 
     return tree_map_only(Tensor, alias, tree)
 
 
-def first_node(traced: Traced) -> Any:
-    """Return the node of the first tensor of floats."""
-    pairs = zip(traced.values, traced.nodes, strict=True)
-    return next((node for value, node in pairs if value.is_floating_point()), None)
+class NoTies(TorchDispatchMode):
+    """Refuses routers that choose between equal scores, which two models may do differently."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default and result[0].numel():
+            least = result[0].min(-1, keepdim=True).values
+            chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
+            if ((chosen < all_equal) & least[..., 0].isfinite()).any():
+                raise Refused(
+                    "a router must not choose between equal scores, got some in float64; "
+                    "use other inputs, or weights that are not equal"
+                )
+        return result
+
+
+@dataclass
+class Subject:
+    """A model as it was built, the same in float64, their inputs, and the main dtype."""
+
+    narrow: nn.Module
+    wide: nn.Module
+    inputs: Inputs
+    dtype: torch.dtype
+
+    def run_wide(self, **options: Any) -> Run:
+        with in_float64(), NoTies():
+            return Run(self.wide, **options).start(self.inputs)
+
+
+def subjects_of(
+    builds: list[Build], device: torch.device, dtype: torch.dtype
+) -> list[Subject]:
+    """Build each model as it is, and in float64, where its constants are exact.
+
+    If a model cannot be built in float64, all models keep the constants that they have.
+    The weights of narrow models are empty until `rounding`, to save memory.
+    """
+    narrow = [built(build, device, dtype) for build in builds]
+    try:
+        with in_float64():
+            wide = [built(build, device)[0] for build in builds]
+    except Exception as reason:
+        print(f"Constants stay rounded: no float64 for {reason}", file=sys.stderr)
+        wide = [copy.deepcopy(model) for model, _ in narrow]
+    models = [*wide, *(model for model, _ in narrow)]
+    weights = [id(weight) for model in models for weight in model.parameters()]
+    if len(set(weights)) < len(weights):
+        raise Refused(
+            "FUNCTION must build a model with weights of its own at each call"
+        )
+    subjects = []
+    for (model, inputs), exact in zip(narrow, wide, strict=True):
+        load(exact.double(), model)
+        largest = max(model.parameters(), key=Tensor.numel, default=torch.zeros(0))
+        subjects.append(Subject(model, exact, inputs, largest.dtype))
+        for weight in plain_weights(model):
+            weight.data = weight.data.new_empty(0)
+    return subjects
+
+
+def built(
+    build: Build, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Inputs]:
+    """Build a model for evaluation, without what torch.compile puts around it.
+
+    dtype: the model and its inputs are cast to it, unless it is float32.
+
+    Raises:
+        Refused: the model comes without inputs, or with some that a run could change.
+    """
+    torch.manual_seed(0)
+    pair = build(device, torch.float32)  # which casts nothing
+    if not isinstance(pair, tuple):
+        raise Refused("FUNCTION must return a model and its inputs")
+    model: nn.Module = getattr(pair[0], "_orig_mod", pair[0])
+    for leaf in tree_leaves(pair[1]):
+        if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
+            raise Refused(
+                "inputs must be tensors and plain values, because each run gets them "
+                f"again, got {type(leaf).__name__}"
+            )
+
+    def cast(tensor: Tensor) -> Tensor:  # but not what is complex
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if dtype != torch.float32:
+        model._apply(cast)
+        pair = model, tree_map_only(Tensor, cast, pair[1])
+    for weight in model.parameters():
+        weight.requires_grad_(weight.is_floating_point())
+    return model.eval(), pair[1]
+
+
+def plain_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are no other class of tensors, such as quantized ones."""
+    return [each for each in model.parameters() if type(each.data) is Tensor]
+
+
+@torch.no_grad()
+def load(wide: nn.Module, narrow: nn.Module) -> None:
+    """Copy all weights, and buffers unless they are constants, which are nearly equal."""
+    given = dict([*narrow.named_parameters(), *narrow.named_buffers()])
+    for name, own in [*wide.named_parameters(), *wide.named_buffers()]:
+        has_fractions = own.is_floating_point() or own.is_complex()
+        is_constant = has_fractions and not isinstance(own, nn.Parameter)
+        if not is_constant or error(own, given[name]) > 2.0**-6:
+            own.copy_(given[name])
