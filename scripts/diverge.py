@@ -96,10 +96,6 @@ def describe(own: Rounding, theirs: Rounding | None, pairs: dict[str, str]) -> A
         worst = max(excess, key=excess.__getitem__)
         than = "its partner's error" if theirs else "the least error"
         line += f"; at most {excess[worst]:.2f} times {than}: {worst}"
-    missed = 1 - sum(part.share for part in own.parts.values())
-    if own.off and abs(missed) > 0.01:
-        name = "other experts, and second order"
-        rows.append([name, "", "", "", "", missed, *[""] * bool(theirs)])
     columns = ["part", "calls", "error", "least", "of least", "share"]
     return Answer(line, 0, columns + ["partner's"] * bool(theirs), rows)
 

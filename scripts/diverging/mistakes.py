@@ -48,16 +48,15 @@ def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
     Raises:
         Refused: they get other inputs, or their results have other sizes.
     """
-    mine, others = (
+    own_inputs, their_inputs = (
         [leaf for leaf in tree_leaves(each.inputs) if isinstance(leaf, Tensor)]
         for each in (ours, theirs)
     )
-    fewer, more = sorted((mine, others), key=len)  # a port may take fewer
+    fewer, more = sorted((own_inputs, their_inputs), key=len)  # a port may take fewer
     if not all(any(error(one, other) == 0 for other in more) for one in fewer):
         raise Refused(
-            "both models must get the same input, got tensors of "
-            f"{sizes(mine)} and {sizes(others)} which are not equal; draw them with a "
-            "torch.Generator of the same seed"
+            f"both models must get the same input, got tensors of {sizes(own_inputs)} and "
+            f"{sizes(their_inputs)}; draw them with a torch.Generator of the same seed"
         )
     a, b = ours.run_wide(), theirs.run_wide()
     if a.result.numel() != b.result.numel():
@@ -78,7 +77,9 @@ def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
     others = [pair for pair in exchange.found.values() if pair.result > TOLERANCE]
     if error(a.result, b.result) > TOLERANCE:
         pairs = partners(a, b, exchange.found)
-        return wrong_in_forward(a, pairs, {pair.ours.module for pair in others})
+        return wrong_in_forward(
+            a, pairs, error(a.result, b.result), {pair.ours.module for pair in others}
+        )
     line = f"OTHER WEIGHTS in {len(others)} modules, else the same function"
     columns = ["module", "partner", "result off by"]
     rows = [[pair.ours.name, pair.theirs.name, pair.result] for pair in others]
@@ -181,10 +182,13 @@ def difference(found: Tensor, exact: Tensor, least_norm: float) -> float:
 # --- Forward ----------------------------------------------------------------------------
 
 
-def wrong_in_forward(run: Run, pairs: list[Pair], others: set[nn.Module]) -> Answer:
+def wrong_in_forward(
+    run: Run, pairs: list[Pair], off: float, others: set[nn.Module]
+) -> Answer:
     """Name the innermost pair with the same input and another result.
 
     Also name the first pair in it that has another input, if there is one.
+    off: how far the result of the model is off.
     others: modules with other weights.
     """
     leaks = leaking(run, pairs)
@@ -197,7 +201,7 @@ def wrong_in_forward(run: Run, pairs: list[Pair], others: set[nn.Module]) -> Ans
     if place.same_weights and others.isdisjoint(place.ours.module.modules()):
         line = (
             f"MISTAKE in forward, in {place.names}: its result is off by "
-            f"{place.result:.1e}, the model's by {pairs[-1].result:.1e}"
+            f"{place.result:.1e}, the model's by {off:.1e}"
         )
     else:
         line = f"OTHER WEIGHTS in {place.names}, and perhaps a mistake"
@@ -333,26 +337,27 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
     Or not its weights. Those of several calls are compared in the whole model.
     """
     sums = backward(ours) | backward(theirs)
+
+    def total(call: Call) -> Tensor:
+        zeros = torch.zeros(3, dtype=torch.float64)
+        return sum((sums[each] for each in call.module.parameters()), zeros)
+
     calls = [*ours.calls, *theirs.calls]
-    norms = [each.norm().item() for call in calls for each in gradients(call.results)]
-    least = NOISE * max(norms)
-    least_square = NOISE**2 * max((each[0].item() for each in sums.values()), default=0)
     uses = Counter(w for call in calls for w in call.module.parameters(recurse=False))
+    norms = [each.norm().item() for call in calls for each in gradients(call.results)]
+    least = max(NOISE * max(norms), 1e-300)
     for pair in pairs:
-        sides = pair.ours, pair.theirs
-        results, inputs = (
-            [gradients(getattr(each, name)) for each in sides]
-            for name in ("results", "inputs")
-        )
-        if max(pair.input, pair.result, nearest(*results, least)) > TOLERANCE:
+        one, other = pair.ours, pair.theirs
+        of_results = nearest(gradients(one.results), gradients(other.results), least)
+        if max(pair.input, pair.result, of_results) > TOLERANCE:
             continue
-        off = nearest(*inputs, least)
-        weights = [list(each.module.parameters()) for each in sides]
-        is_shared = any(uses[weight] > 1 for each in weights for weight in each)
-        if weights[0] and pair.same_weights and (not is_shared or pair is pairs[-1]):
-            own, exact = (sum(sums[weight] for weight in each) for each in weights)
-            square = (own - exact)[1:].square().sum()
-            off = max(off, (square / max(exact[0], least_square)).sqrt().item())
+        off = nearest(gradients(one.inputs), gradients(other.inputs), least)
+        weights = [*one.module.parameters(), *other.module.parameters()]
+        is_shared = any(uses[each] > 1 for each in weights)
+        if pair.same_weights and (pair is pairs[-1] or not is_shared):
+            exact = total(other)
+            sums_off = (total(one) - exact)[1:].norm().item()
+            off = max(off, sums_off / max(exact[0].sqrt().item(), least))
         if off > TOLERANCE:
             line = (
                 f"MISTAKE in backward, in {pair.names}: its gradients are off by "
@@ -366,7 +371,7 @@ def gradients(seen: list[Seen]) -> list[Tensor]:
     return [each.gradient for each in seen if each.value.is_floating_point()]
 
 
-def backward(run: Run) -> dict[Tensor, Tensor]:
+def backward(run: Run) -> dict[nn.Parameter, Tensor]:
     """Go backward, and return sums of each weight's gradient, instead of the gradient.
 
     They are the same if numbers are permuted, joined or split: the sum of squares, and
@@ -376,7 +381,7 @@ def backward(run: Run) -> dict[Tensor, Tensor]:
     weights = list(run.model.parameters())
     sums = {each: torch.zeros(3, dtype=torch.float64) for each in weights}
 
-    def keep(weight: Tensor) -> None:
+    def keep(weight: nn.Parameter) -> None:
         assert weight.grad is not None
         parts = (each.flatten().split(2**20) for each in (weight.grad, weight))
         for some, values in zip(*parts, strict=True):  # to bound memory

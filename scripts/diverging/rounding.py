@@ -2,13 +2,10 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from float64 import in_float64
 from profiling.parts import parts_of
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from .runs import Run, Seen, Subject, error, numbers, plain_weights
 
@@ -23,44 +20,33 @@ class Part:
     """
 
     calls: int = 0
-    tensors: int = 0
     squares: float = 0.0
     least_squares: float = 0.0
     share: float = 0.0
 
     @property
     def error(self) -> float:
-        return (self.squares / max(self.tensors, 1)) ** 0.5
+        return (self.squares / self.calls) ** 0.5
 
     @property
     def least(self) -> float:
-        return (self.least_squares / max(self.tensors, 1)) ** 0.5
+        return (self.least_squares / self.calls) ** 0.5
 
     @property
     def ratio(self) -> float:
         return self.error / self.least if self.least else 1.0
 
-    def add(
-        self,
-        found: list[Seen],
-        exact: list[Seen],
-        influence: list[Seen],
-        dtype: torch.dtype,
-    ) -> None:
-        """Add the errors of tensors. influence: has gradients of the result's error."""
-        for own, true, other in zip(found, exact, influence, strict=True):
+    def add(self, found: list[Seen], exact: list[Seen], dtype: torch.dtype) -> None:
+        """Add the errors of tensors. What is exact has gradients of the result's error."""
+        for own, true in zip(found, exact, strict=True):
             x, y = own.value, true.value
             # Where a router chose other tokens, that is no error of this part.
-            if not x.is_floating_point() or x.shape != y.shape:
-                continue
-            coarse = max(dtype, x.dtype, key=epsilon)
-            squares, least = error(x, y) ** 2, error(y.to(coarse), y) ** 2
-            self.tensors += bool(squares or least)
-            self.squares += squares
-            self.least_squares += least
-            if other.gradient.shape == y.shape:
+            if x.is_floating_point() and x.shape == y.shape:
+                coarse = max(dtype, x.dtype, key=epsilon)
+                self.squares += error(x, y) ** 2
+                self.least_squares += error(y.to(coarse), y) ** 2
                 off = numbers(x) - numbers(y)
-                self.share += (off @ numbers(other.gradient)).item()
+                self.share += (off @ numbers(true.gradient)).item()
 
 
 @dataclass
@@ -77,50 +63,42 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     weights = plain_weights(subject.narrow), plain_weights(subject.wide)
     for weight, exact_weight in zip(*weights, strict=True):
         weight.data = exact_weight.data.to(weight.dtype)
-    narrow = run_narrow(subject, compiled)
-    subject.wide.requires_grad_(False)  # only gradients of results are wanted
-    wide = subject.run_wide()
-    off = numbers(narrow.result) - numbers(wide.result)
-    gradient = off / off.square().sum().clamp_min(1e-300)
-    with in_float64():
-        wide.result.backward(gradient.reshape(wide.result.shape))
-    wide.forget_values()
-    calls = {each.name: each for each in narrow.calls}
-    influences = {each.name: each for each in wide.calls}
     with torch.no_grad():
-        alone = subject.run_wide(forced=calls)
-    of_modules = {**parts_of(subject.narrow), subject.narrow: "the model"}
-    names = {name: of_modules[each.module] for name, each in calls.items()}
+        narrow = run_narrow(subject, compiled)
+        exact_result = subject.run_wide().result
+    calls = {each.name: each for each in narrow.calls}
+    subject.wide.requires_grad_(False)  # only gradients of results are wanted
+    alone = subject.run_wide(forced=calls)
+    off = (numbers(narrow.result) - numbers(exact_result)).view(exact_result.shape)
+    with in_float64():
+        alone.result.backward(off / off.square().sum().clamp_min(1e-300))
+    names = {**parts_of(subject.narrow), subject.narrow: "the model"}
     parts: dict[str, Part] = defaultdict(Part)
     for exact in alone.calls:
-        if exact.name not in calls:
-            continue  # a router chose another expert
-        found = calls[exact.name]
-        influence = influences.get(exact.name, exact)  # without gradients
-        part = parts[names[exact.name]]
+        found = calls.get(exact.name)
+        if found is None:  # a router chose another expert
+            continue
+        part = parts[names[found.module]]
         part.calls += 1
-        part.add(found.results, exact.results, influence.results, subject.dtype)
-        if exact.outer is not None:  # which computes the inputs
-            outer = parts[names[exact.outer.name]]
-            outer.add(found.inputs, exact.inputs, influence.inputs, subject.dtype)
-    return Rounding(error(narrow.result, wide.result), parts, names)
+        part.add(found.results, exact.results, subject.dtype)
+        if found.outer is not None:  # which computes the inputs
+            outer = parts[names[found.outer.module]]
+            outer.add(found.inputs, exact.inputs, subject.dtype)
+    return Rounding(
+        error(narrow.result, exact_result),
+        parts,
+        {name: names[each.module] for name, each in calls.items()},
+    )
 
 
 def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-@torch.no_grad()
 def run_narrow(subject: Subject, compiled: bool) -> Run:
     """Run a model in its own dtype. If compiled, what each module does itself is compiled."""
     if compiled:
         for module in subject.narrow.modules():
             module.forward = torch.compile(module.forward, dynamic=False)
-    inputs = tree_map_only(Tensor, partial(narrowed, subject.dtype), subject.inputs)
     with torch.compiler.set_stance("default" if compiled else "force_eager"):
-        return Run(subject.narrow).start(inputs)
-
-
-def narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return a copy of an input, in the model's dtype if it is of floats."""
-    return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
+        return Run(subject.narrow).start(subject.inputs)

@@ -76,7 +76,8 @@ class Run:
     """The calls of a model's modules, in the order in which they end.
 
     forced: calls of an equal model. Each call gets their inputs, and what contains it gets
-        their results, so that a call's own result has no error of another call.
+        their results, so that a call's own result has no error of another call. Gradients
+        pass as if nothing was forced.
     exchange: gets a call, what its module got, and its output, and returns the output.
     """
 
@@ -104,10 +105,8 @@ class Run:
             raise Refused(
                 "forward must not draw random numbers; set probabilities to 0"
             )
-        results = [t for t in results_in(output, set()) if t.is_floating_point()]
-        if not results:
-            raise Refused(f"forward must return floats, got {type(output).__name__}")
-        self.result = results[0]
+        results = results_in(output, set())
+        self.result = next(each for each in results if each.is_floating_point())
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -123,7 +122,7 @@ class Run:
         )
         self._open.append(begun)
         forced = self.forced.get(begun.name)
-        return passed_on((args, kwargs), begun.inputs, forced and forced.inputs)
+        return passed_on((args, kwargs), begun.inputs, forced.inputs if forced else [])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -132,7 +131,7 @@ class Run:
         if self.exchange is not None:
             output = self.exchange(ended, tree_leaves((args, kwargs)), output)
         forced = self.forced.get(ended.name)
-        return passed_on(output, ended.results, forced and forced.results)
+        return passed_on(output, ended.results, forced.results if forced else [])
 
     def forget_values(self) -> None:
         """Free memory once values are compared."""
@@ -141,24 +140,26 @@ class Run:
                 seen.value = seen.value.new_empty(0)
 
 
-def passed_on(tree: Any, kept: list[Seen], forced: list[Seen] | None) -> Any:
-    """Keep tensors, and return aliases with gradients, or forced values in their place."""
-    others = iter(forced or ())
+def passed_on(tree: Any, kept: list[Seen], forced: list[Seen]) -> Any:
+    """Keep tensors, and return aliases with gradients, which may have forced values."""
+    values = iter(forced)
 
     def alias(tensor: Tensor) -> Tensor:
         zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
         seen = Seen(tensor.detach().clone(), tensor.grad_fn, zeros)
         kept.append(seen)
-        if forced is not None:
-            other = next(others).value
-            # A router may have chosen other tokens.
-            return other.to(tensor.dtype) if other.shape == tensor.shape else tensor
+        other = next(values).value if forced else tensor
+        if other.shape != tensor.shape:  # a router chose other tokens
+            other = tensor
         if not (torch.is_grad_enabled() and tensor.is_floating_point()):
-            return tensor
+            return other
         if not tensor.requires_grad:  # such as a table's rows
             tensor = tensor.detach().requires_grad_().clone()
         same = tensor.view_as(tensor)
         same.register_hook(partial(setattr, seen, "gradient"))
+        if forced:  # in value only
+            zeros = torch.where(same.isfinite(), same - same.detach(), 0.0)
+            same = other.to(same.dtype) + zeros
         return same
 
     return tree_map_only(Tensor, alias, tree)

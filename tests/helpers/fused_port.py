@@ -166,6 +166,8 @@ class FusedAttention(nn.Module):
         if "window" in wrong:
             mask = mask.triu(-5)
         scale = WIDTH**-0.5 if "scale" in wrong else None
+        if "q scaled" in wrong:  # which is right
+            q, scale = q * D_HEAD**-0.5, 1.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -188,6 +190,8 @@ class FusedFeedForward(nn.Module):
         else:
             both = self.gate_up(x)
         gate, up = both.chunk(2, -1)
+        if "weights split" in self.wrong:  # which is right
+            gate, up = (F.linear(x, w) for w in self.gate_up.weight.chunk(2))
         if "gate and up exchanged" in self.wrong:
             gate, up = up, gate
         if "gelu" in self.wrong:
