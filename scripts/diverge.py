@@ -71,33 +71,29 @@ def describe(own: Rounding, theirs: Rounding | None, pairs: dict[str, str]) -> A
 
     pairs: the name of a call of theirs for that of ours.
     """
-    ratios = {}  # of partners
+    line = f"the result is off by {own.off:.1e}"
+    columns = ["part", "calls", "error", "least", "of least", "share"]
+    expected: dict[str, float] = {}
     if theirs:
+        line += f", theirs by {theirs.off:.1e}"
+        columns.append("partner's")
         for name, other in pairs.items():
-            ratios[own.names[name]] = theirs.parts[theirs.names[other]].ratio
+            expected[own.names[name]] = theirs.parts[theirs.names[other]].ratio
     rows: list[list[Any]] = []
     excess = {}
     for name, part in sorted(own.parts.items(), key=lambda item: -item[1].share):
-        if part.squares:
-            rows.append(
-                [name, part.calls, part.error, part.least, part.ratio, part.share]
-            )
-            if theirs:
-                rows[-1].append(ratios.get(name, ""))
-            if not theirs or name in ratios:
-                # A partner cannot have less than the least error.
-                excess[name] = part.ratio / max(ratios.get(name, 1.0), 1.0)
-    line = f"the result is off by {own.off:.1e}"
-    if theirs:
-        line += f", theirs by {theirs.off:.1e}"
+        if part.squares or part.share:
+            row = [name, part.calls, part.error, part.least, part.ratio, part.share]
+            rows.append([*row, expected.get(name, "")] if theirs else row)
+        if name in expected or not theirs:  # no part can have less than the least error
+            excess[name] = part.ratio / max(expected.get(name, 1.0), 1.0)
     if rows:
         line += f"; most comes from {rows[0][0]} ({share(rows[0][5], 2)})"
     if excess:
         worst = max(excess, key=excess.__getitem__)
         than = "its partner's error" if theirs else "the least error"
         line += f"; at most {excess[worst]:.2f} times {than}: {worst}"
-    columns = ["part", "calls", "error", "least", "of least", "share"]
-    return Answer(line, 0, columns + ["partner's"] * bool(theirs), rows)
+    return Answer(line, 0, columns, rows)
 
 
 def cell(column: str, value: Any) -> str:

@@ -73,13 +73,13 @@ def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
         ours={call.module: is_linear for call, is_linear in own.items()},
         theirs=layers(b.calls, [pair.theirs for pair in same]),
     )
-    a = ours.run_wide(exchange=exchange)
-    others = [pair for pair in exchange.found.values() if pair.result > TOLERANCE]
-    if error(a.result, b.result) > TOLERANCE:
+    if exchange.ours:
+        a = ours.run_wide(exchange=exchange)
         pairs = partners(a, b, exchange.found)
-        return wrong_in_forward(
-            a, pairs, error(a.result, b.result), {pair.ours.module for pair in others}
-        )
+    others = [pair for pair in exchange.found.values() if pair.result > TOLERANCE]
+    off = error(a.result, b.result)
+    if off > TOLERANCE:
+        return wrong_in_forward(a, pairs, off, {pair.ours.module for pair in others})
     line = f"OTHER WEIGHTS in {len(others)} modules, else the same function"
     columns = ["module", "partner", "result off by"]
     rows = [[pair.ours.name, pair.theirs.name, pair.result] for pair in others]
@@ -114,8 +114,8 @@ def partners(ours: Run, theirs: Run, exchanged: dict[nn.Module, Pair]) -> list[P
             one,
             other,
             same_weights=key(one.module) == key(other.module),
-            input=nearest(values(one.inputs), values(other.inputs)),
-            result=nearest(values(one.results), values(other.results)),
+            input=difference(values(one.inputs), values(other.inputs)),
+            result=difference(values(one.results), values(other.results)),
         )
 
     *own, model = ours.calls
@@ -160,23 +160,22 @@ def values(seen: list[Seen]) -> list[Tensor]:
     return [each.value for each in seen if each.value.is_floating_point()]
 
 
-def nearest(
+def difference(
     found: list[Tensor], exact: list[Tensor], least_norm: float = 1e-300
 ) -> float:
-    """Return the difference between our first tensor and the nearest of theirs."""
+    """Return the error of our first tensor against the nearest of theirs.
+
+    It may be in another order: rows may be permuted, and axes exchanged.
+    """
     if not found:
         return 0.0
-    off = (difference(found[0], each, least_norm) for each in exact)
-    return min(off, default=float("inf"))
-
-
-def difference(found: Tensor, exact: Tensor, least_norm: float) -> float:
-    """Return the error in whatever order: rows may be permuted, and axes exchanged."""
-    in_order = error(found, exact, least_norm)
-    if in_order <= TOLERANCE or in_order == float("inf"):
-        return in_order
-    found, exact = numbers(found).sort().values, numbers(exact).sort().values
-    return min(in_order, error(found, exact, least_norm))
+    errors = [float("inf")]
+    for each in exact:
+        errors.append(error(found[0], each, least_norm))
+        if TOLERANCE < errors[-1] < float("inf"):
+            own, other = (numbers(x).sort().values for x in (found[0], each))
+            errors.append(error(own, other, least_norm))
+    return min(errors)
 
 
 # --- Forward ----------------------------------------------------------------------------
@@ -348,10 +347,10 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
     least = max(NOISE * max(norms), 1e-300)
     for pair in pairs:
         one, other = pair.ours, pair.theirs
-        of_results = nearest(gradients(one.results), gradients(other.results), least)
+        of_results = difference(gradients(one.results), gradients(other.results), least)
         if max(pair.input, pair.result, of_results) > TOLERANCE:
             continue
-        off = nearest(gradients(one.inputs), gradients(other.inputs), least)
+        off = difference(gradients(one.inputs), gradients(other.inputs), least)
         weights = [*one.module.parameters(), *other.module.parameters()]
         is_shared = any(uses[each] > 1 for each in weights)
         if pair.same_weights and (pair is pairs[-1] or not is_shared):

@@ -20,17 +20,18 @@ class Part:
     """
 
     calls: int = 0
+    tensors: int = 0
     squares: float = 0.0
     least_squares: float = 0.0
     share: float = 0.0
 
     @property
     def error(self) -> float:
-        return (self.squares / self.calls) ** 0.5
+        return (self.squares / max(self.tensors, 1)) ** 0.5
 
     @property
     def least(self) -> float:
-        return (self.least_squares / self.calls) ** 0.5
+        return (self.least_squares / max(self.tensors, 1)) ** 0.5
 
     @property
     def ratio(self) -> float:
@@ -43,8 +44,10 @@ class Part:
             # Where a router chose other tokens, that is no error of this part.
             if x.is_floating_point() and x.shape == y.shape:
                 coarse = max(dtype, x.dtype, key=epsilon)
-                self.squares += error(x, y) ** 2
-                self.least_squares += error(y.to(coarse), y) ** 2
+                squares, least = error(x, y) ** 2, error(y.to(coarse), y) ** 2
+                self.tensors += bool(squares or least)  # not what is only passed on
+                self.squares += squares
+                self.least_squares += least
                 off = numbers(x) - numbers(y)
                 self.share += (off @ numbers(true.gradient)).item()
 
@@ -84,6 +87,9 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
         if found.outer is not None:  # which computes the inputs
             outer = parts[names[found.outer.module]]
             outer.add(found.inputs, exact.inputs, subject.dtype)
+    missed = 1 - sum(part.share for part in parts.values())
+    if off.any() and abs(missed) > 0.01:
+        parts["other experts, and second order"].share = missed
     return Rounding(
         error(narrow.result, exact_result),
         parts,

@@ -177,8 +177,8 @@ class NoTies(TorchDispatchMode):
             chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
             if ((chosen < all_equal) & least[..., 0].isfinite()).any():
                 raise Refused(
-                    "a router must not choose between equal scores, got some in float64; "
-                    "use other inputs, or weights that are not equal"
+                    "a router must not choose between equal scores, got some; use other "
+                    "inputs, or weights that are not equal"
                 )
         return result
 
