@@ -7,7 +7,7 @@ import torch
 from float64 import in_float64
 from profiling.parts import parts_of
 
-from .runs import Run, Seen, Subject, error, numbers, plain_weights
+from .runs import Run, Seen, Subject, error, load, numbers
 
 
 @dataclass
@@ -63,11 +63,15 @@ class Rounding:
 
 def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     """Compare a model with itself in float64, call by call."""
-    weights = plain_weights(subject.narrow), plain_weights(subject.wide)
-    for weight, exact_weight in zip(*weights, strict=True):
-        weight.data = exact_weight.data.to(weight.dtype)
+    model, _ = subject.build()
+    load(model, subject.wide)
+    if compiled:  # what each module does itself
+        for module in model.modules():
+            module.forward = torch.compile(module.forward, dynamic=False)
+    stance = "default" if compiled else "force_eager"
+    with torch.no_grad(), torch.compiler.set_stance(stance):
+        narrow = Run(model).start(subject.inputs)
     with torch.no_grad():
-        narrow = run_narrow(subject, compiled)
         exact_result = subject.run_wide().result
     calls = {each.name: each for each in narrow.calls}
     subject.wide.requires_grad_(False)  # only gradients of results are wanted
@@ -75,7 +79,7 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     off = (numbers(narrow.result) - numbers(exact_result)).view(exact_result.shape)
     with in_float64():
         alone.result.backward(off / off.square().sum().clamp_min(1e-300))
-    names = {**parts_of(subject.narrow), subject.narrow: "the model"}
+    names = {**parts_of(model), model: "the model"}
     parts: dict[str, Part] = defaultdict(Part)
     for exact in alone.calls:
         found = calls.get(exact.name)
@@ -99,12 +103,3 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
 
 def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
-
-
-def run_narrow(subject: Subject, compiled: bool) -> Run:
-    """Run a model in its own dtype. If compiled, what each module does itself is compiled."""
-    if compiled:
-        for module in subject.narrow.modules():
-            module.forward = torch.compile(module.forward, dynamic=False)
-    with torch.compiler.set_stance("default" if compiled else "force_eager"):
-        return Run(subject.narrow).start(subject.inputs)

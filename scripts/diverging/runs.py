@@ -185,10 +185,10 @@ class NoTies(TorchDispatchMode):
 
 @dataclass
 class Subject:
-    """A model as it was built, the same in float64, their inputs, and the main dtype."""
+    """A model in float64, how to build it as it is, its inputs, and its main dtype."""
 
-    narrow: nn.Module
     wide: nn.Module
+    build: Callable[[], tuple[nn.Module, Inputs]]
     inputs: Inputs
     dtype: torch.dtype
 
@@ -203,33 +203,27 @@ def subjects_of(
     """Build each model as it is, and in float64, where its constants are exact.
 
     If a model cannot be built in float64, all models keep the constants that they have.
-    The weights of narrow models are empty until `rounding`, to save memory.
     """
-    narrow = [built(build, device, dtype) for build in builds]
+    functions = [partial(built, build, device, dtype) for build in builds]
+    narrow = [function() for function in functions]
     try:
         with in_float64():
-            wide = [built(build, device)[0] for build in builds]
+            wide = [built(build, device, torch.float32)[0] for build in builds]
     except Exception as reason:
         print(f"Constants stay rounded: no float64 for {reason}", file=sys.stderr)
         wide = [copy.deepcopy(model) for model, _ in narrow]
-    models = [*wide, *(model for model, _ in narrow)]
-    weights = [id(weight) for model in models for weight in model.parameters()]
-    if len(set(weights)) < len(weights):
-        raise Refused(
-            "FUNCTION must build a model with weights of its own at each call"
-        )
     subjects = []
-    for (model, inputs), exact in zip(narrow, wide, strict=True):
+    for exact, (model, inputs), function in zip(wide, narrow, functions, strict=True):
+        if not set(exact.parameters()).isdisjoint(model.parameters()):
+            raise Refused("FUNCTION must build a model with new weights at each call")
         load(exact.double(), model)
         largest = max(model.parameters(), key=Tensor.numel, default=torch.zeros(0))
-        subjects.append(Subject(model, exact, inputs, largest.dtype))
-        for weight in plain_weights(model):
-            weight.data = weight.data.new_empty(0)
+        subjects.append(Subject(exact, function, inputs, largest.dtype))
     return subjects
 
 
 def built(
-    build: Build, device: torch.device, dtype: torch.dtype = torch.float32
+    build: Build, device: torch.device, dtype: torch.dtype
 ) -> tuple[nn.Module, Inputs]:
     """Build a model for evaluation, without what torch.compile puts around it.
 
@@ -261,16 +255,11 @@ def built(
     return model.eval(), pair[1]
 
 
-def plain_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that are no other class of tensors, such as quantized ones."""
-    return [each for each in model.parameters() if type(each.data) is Tensor]
-
-
 @torch.no_grad()
-def load(wide: nn.Module, narrow: nn.Module) -> None:
+def load(model: nn.Module, other: nn.Module) -> None:
     """Copy all weights, and buffers unless they are constants, which are nearly equal."""
-    given = dict([*narrow.named_parameters(), *narrow.named_buffers()])
-    for name, own in [*wide.named_parameters(), *wide.named_buffers()]:
+    given = dict([*other.named_parameters(), *other.named_buffers()])
+    for name, own in [*model.named_parameters(), *model.named_buffers()]:
         has_fractions = own.is_floating_point() or own.is_complex()
         is_constant = has_fractions and not isinstance(own, nn.Parameter)
         if not is_constant or error(own, given[name]) > 2.0**-6:

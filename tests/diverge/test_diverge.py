@@ -396,7 +396,7 @@ REFUSED = {
         lambda: (nn.Linear(4, 5), (torch.ones(2, 4),)),
         r"same size, got \[2, 4\] and \[2, 5\]",
     ),
-    "one model twice": (lambda: (ONLY, (torch.ones(2, 4),)), None, "of its own"),
+    "one model twice": (lambda: (ONLY, (torch.ones(2, 4),)), None, "new weights"),
     "ties": (lambda: (Routed(4, 4), (torch.ones(2, 4),)), None, "equal scores"),
 }
 
