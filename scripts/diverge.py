@@ -53,7 +53,7 @@ def answer(
         found = compare(*subjects)
         if isinstance(found, Answer):
             return found
-        pairs = {pair.ours.name: pair.theirs.name for pair in found}
+        pairs = found
         same = "SAME FUNCTION; "
         show_progress("comparing roundings")
         partner = rounding(subjects.pop())  # and free it

@@ -42,8 +42,10 @@ class Pair:
         return f"{self.ours.name} ({self.theirs.name})"
 
 
-def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
-    """Compare two models in float64. Return partners if they are the same function.
+def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
+    """Compare two models in float64.
+
+    Return the partners' names for the names of our calls, if they are the same function.
 
     Raises:
         Refused: they get other inputs, or their results have other sizes.
@@ -66,7 +68,8 @@ def compare(ours: Subject, theirs: Subject) -> Answer | list[Pair]:
         )
     pairs = partners(a, b, {})
     if error(a.result, b.result) <= TOLERANCE:
-        return wrong_in_backward(a, b, pairs) or pairs
+        names = {pair.ours.name: pair.theirs.name for pair in pairs}
+        return wrong_in_backward(a, b, pairs) or names
     same = [pair for pair in pairs if pair.same_weights]
     own = layers(a.calls, [pair.ours for pair in same])
     exchange = Exchange(

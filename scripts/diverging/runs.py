@@ -158,8 +158,7 @@ def passed_on(tree: Any, kept: list[Seen], forced: list[Seen]) -> Any:
         same = tensor.view_as(tensor)
         same.register_hook(partial(setattr, seen, "gradient"))
         if forced:  # in value only
-            zeros = torch.where(same.isfinite(), same - same.detach(), 0.0)
-            same = other.to(same.dtype) + zeros
+            same.data = other.to(same.dtype)
         return same
 
     return tree_map_only(Tensor, alias, tree)
