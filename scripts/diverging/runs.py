@@ -158,7 +158,7 @@ def passed_on(tree: Any, kept: list[Seen], forced: list[Seen]) -> Any:
         same = tensor.view_as(tensor)
         same.register_hook(partial(setattr, seen, "gradient"))
         if forced:  # in value only
-            same.data = other.to(same.dtype)
+            same.data = other.to(same.dtype, copy=True)
         return same
 
     return tree_map_only(Tensor, alias, tree)
