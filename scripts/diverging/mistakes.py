@@ -1,7 +1,6 @@
 """Compare two models in float64, and name the module in which they part."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,22 +49,21 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     Raises:
         Refused: they get other inputs, or their results have other sizes.
     """
-    own_inputs, their_inputs = (
+    inputs = [
         [leaf for leaf in tree_leaves(each.inputs) if isinstance(leaf, Tensor)]
         for each in (ours, theirs)
-    )
-    fewer, more = sorted((own_inputs, their_inputs), key=len)  # a port may take fewer
+    ]
+    fewer, more = sorted(inputs, key=len)  # a port may take fewer
     if not all(any(error(one, other) == 0 for other in more) for one in fewer):
+        sizes = [[list(each.shape) for each in tensors] for tensors in inputs]
         raise Refused(
-            f"both models must get the same input, got tensors of {sizes(own_inputs)} and "
-            f"{sizes(their_inputs)}; draw them with a torch.Generator of the same seed"
+            f"both models must get the same input, got tensors of {sizes[0]} and "
+            f"{sizes[1]}; draw them with a torch.Generator of the same seed"
         )
     a, b = ours.run_wide(), theirs.run_wide()
     if a.result.numel() != b.result.numel():
-        raise Refused(
-            "results must have the same size, got "
-            f"{sizes([a.result])} and {sizes([b.result])}"
-        )
+        got = f"{list(a.result.shape)} and {list(b.result.shape)}"
+        raise Refused(f"results must have the same size, got {got}")
     pairs = partners(a, b, {})
     if error(a.result, b.result) <= TOLERANCE:
         names = {pair.ours.name: pair.theirs.name for pair in pairs}
@@ -87,10 +85,6 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     columns = ["module", "partner", "result off by"]
     rows = [[pair.ours.name, pair.theirs.name, pair.result] for pair in others]
     return Answer(line, 1, columns, rows)
-
-
-def sizes(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(str(list(each.shape)) for each in tensors)
 
 
 # --- Partners ---------------------------------------------------------------------------
@@ -273,19 +267,14 @@ class Exchange:
         x = given[0]
         alike = []
         for other, is_linear in self.theirs.items():
-            before = other.inputs[0].value
-            if (
-                error(x, before) <= TOLERANCE
-                and y.numel() == other.results[0].value.numel()
-            ):
-                exact = other.module(x.reshape(before.shape)).reshape(y.shape)
-                are_linear = is_linear and self.ours[call.module]
-                if (
-                    are_linear
-                    or not x.is_floating_point()
-                    or differ_by_factors(y, exact)
-                ):
-                    alike.append((error(y, exact), other, exact))
+            before, after = other.inputs[0].value, other.results[0].value
+            if error(x, before) > TOLERANCE or after.numel() != y.numel():
+                continue
+            exact = other.module(x.reshape(before.shape)).reshape(y.shape)
+            are_linear = is_linear and self.ours[call.module]
+            are_embeddings = not x.is_floating_point()
+            if are_linear or are_embeddings or differ_by_factors(y, exact):
+                alike.append((error(y, exact), other, exact))
         if not alike:
             return y
         # The nearest or, if no weight was loaded, the first.
