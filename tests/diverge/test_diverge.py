@@ -319,6 +319,23 @@ def test_errors_and_shares_are_those_of_each_step_by_hand():
         assert part == pytest.approx(share, rel=1e-9)
 
 
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x):
+        scores = super().forward(x)
+        least = torch.finfo(scores.dtype).min
+        return self.softmax(scores + torch.full((4, 4), least).triu(1).to(scores))
+
+
+def test_the_least_number_of_a_dtype_is_no_error_of_a_mask():
+    found = compared(lambda: (Masked(), (torch.eye(4),)), dtype=torch.float16)
+    assert len(found.rows) == 2
+    assert all(row[2] < 2**-10 for row in found.rows)
+
+
 def test_a_norm_that_rounds_twice_is_named_beside_its_partner():
     """Plain's norm rounds before it multiplies; torch's rounds once."""
 
