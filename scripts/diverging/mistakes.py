@@ -194,17 +194,27 @@ def wrong_in_forward(
         if pair.result > TOLERANCE and first_node(pair.ours.results) in leaks
     ]
     place = next((pair for pair in wrong if pair.input <= TOLERANCE), pairs[-1])
-    if place.same_weights and others.isdisjoint(place.ours.module.modules()):
-        line = (
-            f"MISTAKE in forward, in {place.names}: its result is off by "
-            f"{place.result:.1e}, the model's by {off:.1e}"
-        )
-    else:
+    line = (
+        f"MISTAKE in forward, in {place.names}: its result is off by "
+        f"{place.result:.1e}, the model's by {off:.1e}"
+    )
+    has_others = not others.isdisjoint(place.ours.module.modules())
+    if has_others or not (place.same_weights or one_holds_all(place)):
         line = f"OTHER WEIGHTS in {place.names}, and perhaps a mistake"
     inside = [pair.ours.name for pair in wrong if pair.ours.is_inside(place.ours)]
     if inside:
         line += f"; it shows first in {inside[0]}"
     return table_around(place, pairs, line)
+
+
+def one_holds_all(pair: Pair) -> bool:
+    """Say whether one module holds all numbers of the other, such as without biases."""
+    ours, theirs = (
+        torch.cat([numbers(each) for each in call.module.state_dict().values()])
+        for call in (pair.ours, pair.theirs)
+    )
+    found = torch.isin(ours, theirs), torch.isin(theirs, ours)
+    return any(bool(each.all()) for each in found)
 
 
 def leaking(run: Run, pairs: list[Pair]) -> set[Any]:

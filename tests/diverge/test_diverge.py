@@ -185,6 +185,19 @@ def test_a_module_that_is_only_cut_differently_is_not_named():
     require(compared(ours, plain), "MISTAKE in forward, in layers.1.ffn (", 1)
 
 
+def test_a_norm_that_a_port_forgot_is_a_mistake():
+    def normed():
+        model, inputs = plain()
+        attention = model.layers[1].attention
+        attend, attention.norm = attention.forward, Norm()
+        attention.norm.weight.data.uniform_(1, 2)
+        attention.forward = lambda x, angles: attention.norm(attend(x, angles))
+        return model, inputs
+
+    line = "MISTAKE in forward, in blocks.1.attention (layers.1.attention)"
+    require(compared(fused, normed), line, 1)
+
+
 # --- Other weights ------------------------------------------------------------------------
 
 
