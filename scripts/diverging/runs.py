@@ -212,10 +212,12 @@ def subjects_of(
         print(f"Constants stay rounded: no float64 for {reason}", file=sys.stderr)
         wide = [copy.deepcopy(model) for model, _ in narrow]
     subjects = []
+    held: dict[Any, Tensor] = {}
     for exact, (model, inputs), function in zip(wide, narrow, functions, strict=True):
         if not set(exact.parameters()).isdisjoint(model.parameters()):
             raise Refused("FUNCTION must build a model with new weights at each call")
         load(exact.double(), model)
+        hold_once(exact, held)
         largest = max(model.parameters(), key=Tensor.numel, default=torch.zeros(0))
         subjects.append(Subject(exact, function, inputs, largest.dtype))
     return subjects
@@ -252,6 +254,15 @@ def built(
     for weight in model.parameters():
         weight.requires_grad_(weight.is_floating_point())
     return model.eval(), pair[1]
+
+
+def hold_once(model: nn.Module, held: dict[Any, Tensor]) -> None:
+    """Save memory: let weights that are equal to one that is held be the same numbers."""
+    for weight in model.parameters():
+        if type(weight.data) is Tensor:
+            same = held.setdefault((weight.shape, weight.sum().item()), weight.data)
+            if torch.equal(weight.data, same):
+                weight.data = same
 
 
 @torch.no_grad()
