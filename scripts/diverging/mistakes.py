@@ -397,7 +397,7 @@ def backward(run: Run) -> dict[nn.Parameter, Tensor]:
         if each.requires_grad
     ]
     # The gradient of the result depends on its values alone.
-    result = run.result.detach()
+    result = numbers(run.result).view_as(run.result)
     size = result.square().mean().sqrt().clamp_min(1e-300)
     with in_float64():
         run.result.backward(torch.cos(3 * result / size))
