@@ -133,6 +133,40 @@ def test_a_layer_that_is_called_twice_equals_two_layers_with_one_weight():
     require(compared(lambda: build(1), lambda: build(2)), "SAME FUNCTION", 0)
 
 
+def test_ports_of_models_of_transformers_are_the_same_function():
+    """Their rows of queries are permuted, their biases and experts fused or transposed."""
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    from hugging_face import convert
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+    }
+
+    def theirs(kind):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
+        return model, {"input_ids": TOKENS}
+
+    for kind in ("llama", "qwen2", "qwen3"):
+        found = compared(
+            lambda kind=kind: (convert(theirs(kind)[0]), (TOKENS,)),
+            lambda kind=kind: theirs(kind),
+        )
+        require(found, "SAME FUNCTION", 0)
+
+
 # --- Mistakes -----------------------------------------------------------------------------
 
 FORWARD = {
