@@ -75,6 +75,8 @@ def test_a_right_port_is_the_same_function(title):
 
 
 class Table(nn.Module):
+    angles: torch.Tensor
+
     def __init__(self, frequencies):
         super().__init__()
         angles = torch.outer(torch.arange(100000, 100004).float(), frequencies)
@@ -539,6 +541,7 @@ def on_path(tmp_path, monkeypatch):
 def test_the_exit_code(ours, exit_code, printed, capsys):
     names = ["--ours", f"builders_of_diverge:{ours}"]
     names += ["--theirs", "builders_of_diverge:build", "--device", "cpu"]
+    found: Any
     try:
         found = main(names)
     except SystemExit as ended:
