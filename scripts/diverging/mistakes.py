@@ -9,7 +9,7 @@ from float64 import in_float64
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .runs import Call, Refused, Run, Seen, Subject, error, numbers
+from .runs import Call, Refused, Run, Seen, Subject, error, flat, numbers
 
 TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
 NOISE = 2.0**-26  # a gradient below this share of the largest one is rounding
@@ -146,7 +146,7 @@ def partners(ours: Run, theirs: Run, exchanged: dict[nn.Module, Pair]) -> list[P
 def hash_of(weight: Tensor) -> int:
     """Return a sum over the numbers: the same if they are permuted, joined or split."""
     total = 0
-    for some in weight.detach().flatten().split(2**20):  # to bound memory
+    for some in flat(weight).split(2**20):  # to bound memory
         bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
         bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
         total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
@@ -384,7 +384,7 @@ def backward(run: Run) -> dict[nn.Parameter, Tensor]:
 
     def keep(weight: nn.Parameter) -> None:
         assert weight.grad is not None
-        parts = (each.flatten().split(2**20) for each in (weight.grad, weight))
+        parts = (flat(each).split(2**20) for each in (weight.grad, weight))
         for some, values in zip(*parts, strict=True):  # to bound memory
             gradient, angle = numbers(some), 1e3 * numbers(values)
             terms = gradient, angle.cos(), angle.sin()

@@ -21,13 +21,18 @@ class Refused(ValueError):
     """Something that this program does not take."""
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """Return the numbers of any tensor, such as of a quantized weight."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return (tensor if is_plain else tensor.dequantize()).detach().flatten()
+
+
 def numbers(tensor: Tensor) -> Tensor:
     """Return the numbers in float64. Those of masks, beyond 1e30, and NaN become 0."""
-    if type(tensor) not in (Tensor, nn.Parameter):  # such as a quantized weight
-        tensor = tensor.dequantize()
+    tensor = flat(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    wide = tensor.detach().flatten().double()
+    wide = tensor.flatten().double()
     return torch.where(wide.abs() < 1e30, wide, 0.0)
 
 

@@ -314,6 +314,23 @@ def test_quantized_weights_are_no_mistake():
     assert all(0 < row[-1] < 0.02 for row in found.rows)
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_weights_of_torchao_are_no_mistake(capsys):
+    """They cannot be built in float64, so constants stay rounded in both models."""
+    torchao = pytest.importorskip(
+        "torchao.quantization", reason="requires the extra examples"
+    )
+
+    def ours():
+        model, inputs = plain()
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+        return model, inputs
+
+    found = compared(ours, plain)
+    require(found, "OTHER WEIGHTS in 15 modules, else the same function", 1)
+    assert "Constants stay rounded" in capsys.readouterr().err
+
+
 def test_a_mistake_beside_quantized_weights_is_named():
     found = compared(lambda: quantized(1.01), plain)
     line = "OTHER WEIGHTS in layers.1.attention (layers.1.attention), and perhaps a"
