@@ -12,23 +12,20 @@ violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, with a 
 
 Each call is *described*: the class of each argument, the dtype and shape of each tensor,
 each value for a Literal, and the size of each `{self.d_model}`. The description, and
-nothing else, is *judged*, and jaxtyping decides whether a dtype and a shape fit. So a
-call with the description of a right call is right.
+nothing else, is *checked*: jaxtyping decides whether a dtype and a shape fit. So a call
+with the description of a right call is right.
 
-In eager mode, each call is described, which takes a microsecond, and judged only if its
-description is new. Code that torch.compile traces is judged once, while it is traced: a
-size is a number, or a symbol that gets a guard when it is compared. So the compiled code
-has no checks, and a call with other sizes is traced, and judged, again. A wrong call
-breaks the graph, so that Python runs the wrapper, which raises the error. With
-fullgraph=True, torch.compile raises an error of its own, which contains this one.
+In eager mode, a call is checked only if its description is new. Code that torch.compile
+traces is checked while it is traced: a size is a number, or a symbol that gets a guard
+when it is compared. So the compiled code has no checks, and a call with other sizes is
+traced, and checked, again. A wrong call breaks the graph, so that Python runs the wrapper,
+which raises the error. With fullgraph=True, torch.compile raises an error of its own,
+which contains this one.
 
 What can be described: classes, jaxtyping's arrays of torch.Tensor, tuples and unions of
 these, None, Any, Literal, and Callable. If a function has another annotation, jaxtyping
-and beartype check each of its calls in eager mode, in 10 to 30 microseconds, and compiled
-code leaves that annotation unchecked.
-
-JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So does
-`python -O`, with a warning, because beartype checks nothing there.
+and beartype check its calls in eager mode, each in 10 to 30 microseconds, and compiled
+code leaves that annotation unchecked. JAXTYPING_DISABLE=1 leaves all functions unwrapped.
 
 These names are not part of torch's public interface. Without
 
@@ -38,19 +35,17 @@ These names are not part of torch's public interface. Without
 - `torch._dynamo.decorators.skip`, the compiler traces the checks of eager mode after a
   graph break, which breaks the graph again,
 - `torch._guards.TracingContext`, a message shows the line that calls compiled code,
-- `node.meta["example_value"]`, no shape is known while a compiler traces,
-- `_torchdynamo_orig_callable`, a function that torch.compile made is not checked.
+- `node.meta["example_value"]`, no shape is known while a compiler traces.
 """
 
 import functools
 import inspect
 import linecache
-import operator
 import re
 import traceback
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
@@ -58,10 +53,8 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
-    Optional,
     ParamSpecArgs,
     ParamSpecKwargs,
-    TypeAlias,
     TypeVar,
     Union,
     Unpack,
@@ -83,20 +76,18 @@ _Target = TypeVar("_Target")
 _MAX_DESCRIPTIONS = 1024
 # A value belongs to a class of these metaclasses by its type alone. A Protocol or
 # nn.Parameter, for example, also looks into the value.
-_PLAIN = {type.__instancecheck__, ABCMeta.__instancecheck__}
+_PLAIN: set[Any] = {type.__instancecheck__, ABCMeta.__instancecheck__}
 _SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
 _OF_SYMBOL: dict[Any, type] = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
-_RIGHT = (None, None, None)  # for a default, and what a compiler does not show
 _EMPTY = inspect.Parameter.empty
-_RESULT = "_typecheck_result"
-_VARIADIC = {
-    inspect.Parameter.VAR_POSITIONAL: "_typecheck_args",
-    inspect.Parameter.VAR_KEYWORD: "_typecheck_kwargs",
-}
 _BRACE = re.compile(r"(?<!\w)\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?!\w)")
 # The frames of these are not the caller's.
-_NOT_THE_CALLER = ((lambda: 0).__code__.co_filename, str(Path(torch.__file__).parent))
+_NOT_THE_CALLER = (
+    "<typecheck of",
+    (lambda: 0).__code__.co_filename,
+    str(Path(torch.__file__).parent),
+)
 
 
 def typecheck(target: _Target) -> _Target:
@@ -115,19 +106,16 @@ def typecheck(target: _Target) -> _Target:
       and `forward` of the classes, so that no time is spent between layers. Public
       names are listed in `__all__` or, without it, do not begin with an underscore.
     - It does not check values, local variables, nested functions, static or class
-      methods, properties, generators, coroutines, or functions under `lru_cache`.
-    - It does not check an annotation with `Self`, or with a name that does not exist at
-      run time (after a warning), as if imported under TYPE_CHECKING. Names are looked
-      up again at the first call, so that a class may name itself.
+      methods, properties, generators, coroutines, or functions under a decorator.
+    - It does not check an annotation with `Self`, or (after a warning) with a name that
+      is not there yet. A class may name itself if the class is decorated.
 
     Raises:
-        TypeError: the target is none of these, or a function without annotations.
+        TypeError: the target is none of these, or a function without annotations or
+            under another decorator.
         jaxtyping.AnnotationError: an annotation is wrong, such as Float[Tensor, "{n"].
     """
     if config.jaxtyping_disable:
-        return target
-    if not __debug__:
-        warnings.warn("python -O turns all shape checks off", stacklevel=2)
         return target
     if not isinstance(target, (ModuleType, type)):
         if not _is_checkable(target):
@@ -135,7 +123,10 @@ def typecheck(target: _Target) -> _Target:
                 "target must be a module, a class, or an annotated function that is no "
                 f"generator and no coroutine, got {target!r}"
             )
-        return _checked(target)
+        checked = _checked(target)
+        if checked is target and not hasattr(target, "__typechecked__"):
+            raise TypeError(f"put @typecheck below the other decorators of {target!r}")
+        return checked
     functions = list(_annotated_functions(target))
     if not functions:
         warnings.warn(
@@ -175,249 +166,47 @@ def _is_checkable(member: Any) -> bool:
     """Return whether annotations describe what a call takes and returns."""
     if not isinstance(member, FunctionType) or not member.__annotations__:
         return False
-    plain: Any = inspect.unwrap(member)
-    return not (
-        inspect.isgeneratorfunction(plain)
-        or inspect.iscoroutinefunction(plain)
-        or inspect.isasyncgenfunction(plain)
-    )
+    others = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return not member.__code__.co_flags & others
 
 
 # The wrapper -------------------------------------------------------------------------
 
-
-def _checked(function: Any, owner: Any = None) -> Any:
-    """Return a wrapper of `function` that checks its calls."""
-    if getattr(function, "__typechecked__", None) is function:
-        return function
-    check = _Check(function, owner)
-    wrapper = _wrapper(check)
-    functools.update_wrapper(wrapper, function, updated=())
-    # A function that torch.compile has made has attributes that lead the compiler past
-    # the wrapper, so the wrapper gets those of the function below it.
-    plain = function
-    while "_torchdynamo_orig_callable" in vars(plain):
-        plain = plain._torchdynamo_orig_callable
-    vars(wrapper).update(vars(plain), __wrapped__=function, __typechecked__=wrapper)
-    # Dynamo counts the recompilations of each code object, and reports them by its name.
-    wrapper.__code__ = wrapper.__code__.replace(co_name=check.name)
-    return wrapper
-
-
-def _wrapper(check: "_Check") -> Any:
-    # The compiler looks at all that it traces, and does not understand objects: it sees
-    # functions only. It keeps the annotations as they are resolved now.
-    before, after = check.before, check.after
-    function, show, show_result = check.function, before.show, after.show
-
-    def get_check() -> _Check:
-        return check
-
-    def see(context: Any) -> None:
-        check.see(context, before, after)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+# It is text, because the parameters are those of the function: with *args and **kwargs,
+# a check takes 0.4 us more. $ stands for _typecheck_, so that no name is a parameter's.
+_WRAPPER = """\
+def make({names}):
+    def wrapper({parameters}):
         __tracebackhide__ = True
-        if is_dynamo_compiling():
+        if $is_compiling():
             # At a graph break, the compiler cuts a function in two, but no try block.
-            # So Python runs the wrapper, and `function` is compiled by itself.
+            # So Python runs the wrapper, and the function is compiled by itself.
             try:
-                from torch._dynamo.comptime import comptime
-
-                seen: Any = show(*args, **kwargs)
-                found: Any = None
-                comptime(see)
-                result = function(*args, **kwargs)
-                found = show_result(result, *args, **kwargs)  # noqa: F841  # `see` does
-                comptime(see)
-                return result
+                $seen = {shown}
+                $show($seen)
+                $result = $function({arguments})
+                $show($seen, {shown_result})
+                return $result
             except Exception:
                 raise
         # Most calls have the description of the call before.
-        check = get_check()
-        last_seen, last_found = check.last
-        try:
-            seen = check.read(*args, **kwargs)
-            is_new = seen != last_seen
-        except Exception:  # `call` reads it again, and explains the error
-            seen, is_new = None, True
-        if is_new:
-            return check.call(seen, args, kwargs)
-        result = function(*args, **kwargs)
-        try:
-            is_new = check.read_result(result, *args, **kwargs) != last_found
-        except Exception:
-            is_new = True
-        if is_new:
-            check.finish(last_seen, last_found, result, args, kwargs)
-        return result
-
+        $last_seen, $last_found = $last[0]
+        $seen = {seen}
+        $is_new = $seen != $last_seen
+        if $is_new:
+            $check($seen)
+        $result = $function({arguments})
+        $found = {found}
+        if $is_new or $found != $last_found:
+            $check($seen, $found)
+        return $result
     return wrapper
-
-
-# The check of a function -------------------------------------------------------------
-
-# Three places for each part of the annotations, and then each size in braces: equal
-# tuples are compared faster if they are flat. Where a part may be a default or a union,
-# its description stands in the first of its places.
-_Description: TypeAlias = tuple[Any, ...]
-
-
-class _Check:
-    """The annotations of a function, and the descriptions of its right calls."""
-
-    def __init__(self, function: Any, owner: Any) -> None:
-        self.function = function
-        self.owner = owner
-        self.name = f"{function.__module__}.{function.__qualname__}"
-        self.header = _header(function)
-        self.known: dict[Any, _Description] = {}  # of arguments -> of a result
-        self.last: tuple[Any, Any] = (None, None)  # those of the call before
-        self.resolve()
-
-    def resolve(self, is_final: bool = False) -> None:
-        """Read the annotations; a name that is missing at first is looked up once more."""
-        hints, is_complete = _resolve(self.function, self.owner, warn=is_final)
-        self.is_resolved = is_complete or is_final
-        self.before = _Side(self.function, self.header, hints, is_result=False)
-        self.after = _Side(self.function, self.header, hints, is_result=True)
-        self.read, self.read_result = self.before.read, self.after.read
-        self.by_jaxtyping: Any = None
-        parts = (*self.before.parts, *self.after.parts)
-        if any(isinstance(o, _Refused) for part in parts for o in part.type.inside()):
-            self.by_jaxtyping = _by_jaxtyping(self.function, self.header, hints)
-
-    # In eager mode -----------------------------------------------------------------
-
-    def call(self, seen: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, and judge what is new. `seen` is None if it is not known."""
-        __tracebackhide__ = True
-        if not self.is_resolved:
-            self.resolve(is_final=True)
-            seen = None
-        if self.by_jaxtyping is not None and not is_compiling():
-            return self.by_jaxtyping(*args, **kwargs)
-        if seen is None:
-            try:
-                self.header.bind(*args, **kwargs)
-            except TypeError:
-                return self.function(*args, **kwargs)  # raises Python's own error
-        try:
-            expected = self.known.get(seen)
-        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
-            expected = None
-        if expected is None:
-            seen = self.described(self.before, *args, **kwargs)
-            self.judge(seen)
-        result = self.function(*args, **kwargs)
-        self.finish(seen, expected, result, args, kwargs)
-        return result
-
-    def finish(
-        self,
-        seen: _Description,
-        expected: _Description | None,
-        result: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Judge the result of a call unless it is as expected, and remember both."""
-        __tracebackhide__ = True
-        found = self.described(self.after, result, *args, **kwargs)
-        if found != expected:
-            self.judge(seen, found)
-            if _has_symbols((seen, found)):
-                return
-            if len(self.known) >= _MAX_DESCRIPTIONS:
-                self.known.clear()
-            self.known[seen] = found
-        self.last = seen, found
-
-    def described(self, side: "_Side", *args: Any, **kwargs: Any) -> "_Description":
-        """Return the description of any call, with numbers for all sizes in braces."""
-        __tracebackhide__ = True
-        try:
-            return side.read_any(*args, **kwargs)
-        except Exception as error:
-            sizes = ", ".join(f"{{{size}}}" for size in side.sizes)
-            message = f"cannot read {sizes} of {self.name}: {error}"
-            raise AnnotationError(message) from error
-
-    def judge(self, seen: _Description, found: _Description | None = None) -> None:
-        """Raise an error unless the descriptions of a call fit the annotations."""
-        __tracebackhide__ = True
-        described = [(self.before, seen)]
-        if found is not None:
-            described.append((self.after, found))
-        if not _fits(described, is_partial=False):
-            raise TypeCheckError(_message(self.function, described))
-
-    # While a compiler traces -------------------------------------------------------
-
-    def see(self, context: Any, before: "_Side", after: "_Side") -> None:
-        """Judge a call of which the compiler has traced the arguments, or the result."""
-        self.hide()
-        described = []
-        for side, name in ((before, "seen"), (after, "found")):
-            shown = context.get_local(name).as_proxy()
-            if shown is not None:
-                described.append((side, _as_description(side, shown)))
-        if not _fits(described, is_partial=True):
-            message = _message(self.function, described)
-            context.graph_break(f"TypeCheckError: {message}")
-
-    def hide(self) -> None:
-        """Keep the compiler from tracing the checks of eager mode, after a graph break.
-
-        It traces none of them, but still compiles `function`, which `call` calls.
-        """
-        from torch._dynamo.decorators import skip
-
-        if "judge" not in vars(self):
-            vars(self)["judge"] = torch.compiler.disable(self.judge)
-            if self.by_jaxtyping is not None:
-                self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
-        own: list[Any] = [_Check.call, _Check.finish, _Check.described]
-        for side in (self.before, self.after):
-            own += [side.read, side.read_any]
-        for each in (*own, _describe, _number_of):
-            skip(each)
-
-
-class _Missing:
-    """In place of an argument that is not passed, and has no default."""
-
-
-def _header(function: Any) -> inspect.Signature:
-    """Return the signature, which below a decorator takes any call.
-
-    A decorator may take or pass some of the arguments. Python raises for other errors.
-    """
-    signature = inspect.signature(function)
-    if not hasattr(function, "__wrapped__"):
-        return signature
-    parameters = []
-    for parameter in signature.parameters.values():
-        if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
-            parameter = parameter.replace(default=_Missing)
-        parameters.append(parameter)
-    kinds = {parameter.kind for parameter in parameters}
-    for kind, name in _VARIADIC.items():
-        if kind not in kinds:
-            parameters.append(inspect.Parameter(name, kind))
-    return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
-
-
-# What a call has: its description ----------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """A parameter or the result, and what its annotation takes."""
-
-    place: str  # in messages
-    text: str  # the expression that reads it
-    type: "_Type"
-    default: Any = _EMPTY
+"""
+_PASSED: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*{0}",
+    inspect.Parameter.VAR_KEYWORD: "**{0}",
+    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+}
 
 
 class _Code(str):
@@ -426,53 +215,304 @@ class _Code(str):
     __repr__ = str.__str__
 
 
-class _Side:
-    """The parameters, or the result: what one description describes."""
+def _checked(function: Any, owner: Any = None) -> Any:
+    """Return a wrapper of `function` that checks its calls."""
+    if hasattr(function, "__wrapped__"):  # checked already, or under a decorator
+        return function
+    check = _Check(function, owner)
+    wrapper = _wrapper(check)
+    if check.by_jaxtyping is not None:
+        wrapper = _left_to_jaxtyping(check, wrapper)
+    functools.update_wrapper(wrapper, function)
+    wrapper.__typechecked__ = wrapper
+    # Dynamo counts the recompilations of each code object, and reports them by its name.
+    wrapper.__code__ = wrapper.__code__.replace(co_name=check.name)
+    return wrapper
+
+
+def _wrapper(check: "_Check") -> Any:
+    """Return a function that describes its calls, and calls the function."""
+    signature, before, after = check.signature, check.before, check.after
+
+    # The compiler looks at all that it traces, and understands functions, but no objects.
+    def run(seen: _Description, found: _Description | None = None) -> None:
+        __tracebackhide__ = True
+        check.run(seen, found)
+
+    def see(context: Any) -> None:
+        check.hide(run)
+        check.see(context)
+
+    def show(seen: Any, found: Any = None) -> None:
+        from torch._dynamo.comptime import comptime
+
+        comptime(see)
+
+    names: dict[str, Any] = {
+        "$function": check.function,
+        "$last": check.last,
+        "$check": run,
+        "$show": show,
+        "$is_compiling": is_dynamo_compiling,
+        "$Tensor": Tensor,
+        "$describe": _describe,
+        "$show_value": _show_value,
+        "$show_size": _show_size,
+    }
+    for part in (*before.parts, *after.parts):
+        names[part.kinds] = part.type.kinds()
+    parameters, arguments = [], []
+    for name, parameter in signature.parameters.items():
+        default = parameter.default
+        if default is not _EMPTY:
+            names[f"$default_{name}"] = default
+            default = _Code(f"$default_{name}")
+        parameters.append(parameter.replace(annotation=_EMPTY, default=default))
+        arguments.append(_PASSED.get(parameter.kind, "{0}").format(name))
+    text = _WRAPPER.format(
+        # `names` are variables of a closure, because compiled code compares the globals
+        # of a function, and each of their names, at each call.
+        names=", ".join(names),
+        parameters=f"{inspect.Signature(parameters)}"[1:-1],
+        arguments=", ".join(arguments),
+        seen=before.expression(_Part.described, "{}"),
+        found=after.expression(_Part.described, "{}"),
+        shown=before.expression(_Part.shown, "$show_size({})"),
+        shown_result=after.expression(_Part.shown, "$show_size({})"),
+    )
+    made: dict[str, Any] = {}
+    code = text.replace("$", "_typecheck_")
+    exec(compile(code, f"<typecheck of {check.name}>", "exec"), made)
+    return made["make"](*names.values())
+
+
+def _left_to_jaxtyping(check: "_Check", compiled: Any) -> Any:
+    """Return a wrapper that leaves the calls of eager mode to jaxtyping and beartype."""
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return check.by_jaxtyping(*args, **kwargs)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        return compiled(*args, **kwargs) if is_compiling() else eager(*args, **kwargs)
+
+    return wrapper
+
+
+# The check of a function -------------------------------------------------------------
+
+# A description has an item for each annotated parameter, or for the result, and then each
+# size in braces. An item is
+#     (class, dtype, shape)   for a tensor,
+#     (class, items, None)    for a tuple,
+#     (class, value, None)    for what a Literal may be,
+#     (class, None, None)     for another value, and
+#     None                    for a default, and for what a compiler does not show.
+# A compiler shows no classes: an item has True if the annotation names the class, else
+# False, and for another value, the name of the class in the second place.
+_Item = tuple[Any, Any, Any]
+_Description = tuple[Any, ...]
+
+
+class _Check:
+    """The annotations of a function, and the descriptions of its right calls."""
+
+    def __init__(self, function: Any, owner: Any) -> None:
+        self.function = function
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.signature = inspect.signature(function)
+        hints = _hints(function, owner)
+        self.before = _Annotations(self.name, self.signature, hints, is_result=False)
+        self.after = _Annotations(self.name, self.signature, hints, is_result=True)
+        self.known: dict[_Description, _Description] = {}  # of arguments -> of a result
+        self.last: list[Any] = [(None, None)]  # those of the call before
+        self.by_jaxtyping: Any = None
+        parts = (*self.before.parts, *self.after.parts)
+        if any(isinstance(o, _Refused) for part in parts for o in part.type.inside()):
+            self.by_jaxtyping = _by_jaxtyping(function, self.signature, hints)
+
+    def run(self, seen: _Description, found: _Description | None = None) -> None:
+        """Check a call before and after it, if its description is not known."""
+        __tracebackhide__ = True
+        try:
+            expected = self.known.get(seen)
+        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
+            expected = None
+        if expected is None or (found is not None and found != expected):
+            self.learn(seen, found)
+        elif found is not None:
+            self.last[0] = seen, found
+
+    def learn(self, seen: _Description, found: _Description | None) -> None:
+        """Raise an error unless a call fits, and remember it when it has a result."""
+        __tracebackhide__ = True
+        message = self.message(seen, found)
+        if message:
+            raise TypeCheckError(message)
+        if found is None or is_compiling() or _has_symbols((seen, found)):
+            return
+        if len(self.known) >= _MAX_DESCRIPTIONS:
+            self.known.clear()
+        self.known[seen] = found
+        self.last[0] = seen, found
+
+    def see(self, context: Any) -> None:
+        """Check a call of which the compiler has traced the arguments, or the result."""
+        shown = [context.get_local(name).as_proxy() for name in ("seen", "found")]
+        try:
+            message = self.message(*map_aggregate(shown, _as_symbol))
+        except AnnotationError:  # it needs a size that the compiler does not show
+            return
+        if message:
+            context.graph_break(f"TypeCheckError: {message}")
+
+    def hide(self, run: Callable[..., None]) -> None:
+        """Keep the compiler from tracing the checks of eager mode, after a graph break.
+
+        It traces none of them, but still compiles `function`, which the wrapper calls.
+        """
+        from torch._dynamo.decorators import skip
+
+        if "learn" not in vars(self):
+            vars(self)["learn"] = torch.compiler.disable(self.learn)
+            if self.by_jaxtyping is not None:
+                self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
+        for each in (run, _Check.run, _describe):
+            skip(each)
+
+    def message(self, seen: _Description, found: _Description | None) -> str:
+        """Return what is wrong with a call, or an empty text."""
+        has_symbols = _has_symbols((seen, found))
+        sizes: dict[str, Any] = {}
+        right: list[tuple[_Part, _Item]] = []
+        with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
+            for annotations, description in ((self.before, seen), (self.after, found)):
+                if description is None:
+                    continue
+                sizes |= annotations.sizes_in(description)
+                for part, item in zip(annotations.parts, description, strict=False):
+                    if item is None:
+                        continue
+                    if part.type.fits(item, has_symbols):
+                        right.append((part, item))
+                        continue
+                    rows = [
+                        r for p, seen in right for r in _rows(p.place, p.type, seen)
+                    ]
+                    item = map_aggregate(item, _number)
+                    lines = _explained(part.place, part.type, item, rows, sizes)
+                    return "\n".join([_callers_line(self.function), *lines])
+        return ""
+
+
+# What a call has: its description ----------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """An annotated parameter, or the result."""
+
+    place: str  # in messages
+    value: str  # the expression that reads it
+    type: "_Type"
+    kinds: str  # the name of the classes that its annotation names
+    default: Any = _EMPTY
+
+    def described(self) -> str:
+        """Return the expression of its item in eager mode."""
+        options = [*self.type.inside()]
+        item = f"$describe({self.value})"
+        if any(isinstance(option, _Value) for option in options):
+            item = f"$describe({self.value}, True)"
+        elif [*map(type, options)] == [_Array]:  # at once, what $describe returns
+            shape = f"($Tensor, {self.value}.dtype, {self.value}.shape)"
+            item = f"{shape} if {self.value}.__class__ is $Tensor else {item}"
+        elif all(isinstance(option, _Class) for option in options):
+            item = f"({self.value}.__class__, None, None)"
+        return self.unless_default(item)
+
+    def shown(self) -> str:
+        """Return the expression of its item in code that a compiler traces."""
+        has_array = any(isinstance(option, _Array) for option in self.type.inside())
+        # The compiler does not say whether a tensor is the default.
+        if not has_array or isinstance(self.default, Tensor):
+            return "None"
+        return self.unless_default(f"$show_value({self.value}, {self.kinds})")
+
+    def unless_default(self, item: str) -> str:
+        if self.default is _EMPTY:
+            return item
+        return f"None if {self.value} is $default_{self.value} else {item}"
+
+
+def _describe(value: Any, by_value: bool = False) -> _Item:
+    kind = value.__class__
+    if isinstance(value, Tensor):
+        return kind, value.dtype, value.shape
+    if isinstance(value, tuple):
+        return kind, tuple([_describe(item, by_value) for item in value]), None
+    if by_value and isinstance(value, _LITERALS):
+        return kind, value, None
+    return kind, None, None
+
+
+def _show_value(value: Any, kinds: tuple[type, ...]) -> _Item:
+    """Return the item in traced code."""
+    is_named = isinstance(value, kinds)
+    if isinstance(value, Tensor):
+        return is_named, value.dtype, tuple(value.shape)
+    if isinstance(value, tuple):
+        return is_named, tuple([_show_value(item, kinds) for item in value]), None
+    # A text, because the compiler does not show the name of list by itself.
+    return is_named, f"{type(value).__name__}", None
+
+
+def _show_size(size: Any) -> Any:
+    return size if isinstance(size, int) else None
+
+
+def _as_symbol(leaf: Any) -> Any:
+    """Return what a compiler knows of a size: a symbol, or a number."""
+    return leaf.node.meta["example_value"] if isinstance(leaf, torch.fx.Proxy) else leaf
+
+
+# What annotations take ---------------------------------------------------------------
+
+
+class _Annotations:
+    """The annotations of the parameters, or of the result."""
 
     def __init__(
         self,
-        function: Any,
-        header: inspect.Signature,
+        function: str,
+        signature: inspect.Signature,
         hints: dict[str, Any],
         is_result: bool,
     ) -> None:
-        self.header = header
+        self.function = function
+        self.signature = signature
         self.is_result = is_result
         self.sizes: dict[str, str] = {}  # what is in braces -> the axis of this size
         self.parts: list[_Part] = []
-        for name in ["return"] if is_result else header.parameters:
+        for name in ["return"] if is_result else signature.parameters:
             if hints.get(name, Any) is Any:
                 continue
             try:
                 self.parts.append(self.part(name, hints[name]))
             except (AnnotationError, SyntaxError) as error:
-                raise AnnotationError(
-                    f"cannot read the annotation of {_place(function, name)}: {error}"
-                ) from error
-        self.read = self.expression(_reading, "{}")
-        self.read_any = self.expression(_reading_any, "_typecheck_number_of({})")
-        self.show = self.expression(_showing, "_typecheck_show_size({})")
-
-    def split(self, description: _Description) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the description of each part, and the sizes in braces."""
-        end = 3 * len(self.parts)
-        items: list[Any] = []
-        for i in range(0, end, 3):
-            item: Any = description[i : i + 3]
-            while isinstance(item[0], tuple):
-                item = item[0]
-            items.append(item)
-        return items, description[end:]
+                message = f"cannot read the annotation of {_place(function, name)}"
+                raise AnnotationError(f"{message}: {error}") from error
 
     def part(self, name: str, hint: Any) -> _Part:
+        kinds = f"$kinds_{name}"
         if name == "return":
-            return _Part("return value", _RESULT, self.type(hint))
-        parameter = self.header.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return _Part(name, name, self.type(tuple[hint, ...]))
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return _Part(name, f"(*{name}.values(),)", self.type(tuple[hint, ...]))
-        return _Part(name, name, self.type(hint), parameter.default)
+            return _Part("return value", "$result", self.type(hint), kinds)
+        parameter = self.signature.parameters[name]
+        is_keywords = parameter.kind is parameter.VAR_KEYWORD
+        if is_keywords or parameter.kind is parameter.VAR_POSITIONAL:
+            hint = tuple[hint, ...]
+        value = f"(*{name}.values(),)" if is_keywords else name
+        return _Part(name, value, self.type(hint), kinds, parameter.default)
 
     def type(self, hint: Any) -> "_Type":
         return _Type(hint, self.options(hint))
@@ -488,205 +528,81 @@ class _Side:
         if origin is Literal:
             return [_Value(value) for value in parts]
         if origin is Callable:
-            return [_Class(Callable)]
-        if hint is Any:
-            return [_Class(object)]
-        if hint is None:
-            return [_Class(NoneType)]
-        is_array = isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
-        if is_array and hint.array_type is Tensor:
+            return [_Class((Callable,))]
+        if hint is Any or hint is None:
+            return [_Class((object if hint is Any else NoneType,))]
+        if isinstance(hint, type) and hasattr(hint, "dim_str"):  # jaxtyping's
             axes = self.axes(hint)
-            return [_Refused(Tensor) if axes is None else _Array(hint, axes)]
-        kind = origin or hint
-        is_plain = isinstance(kind, type) and type(kind).__instancecheck__ in _PLAIN
-        if is_plain and origin is None:
-            return [_Class(kind)]
-        return [_Refused(kind if is_plain else object)]
+            return [_Refused((object,)) if axes is None else _Array(hint, axes)]
+        is_class = isinstance(hint, type) and origin is None
+        if is_class and type(hint).__instancecheck__ in _PLAIN:
+            return [_Class((hint, *_SUBCLASSES.get(hint, ())))]
+        return [_Refused((object,))]
 
     def axes(self, array: Any) -> list[str] | None:
         """Return its axes, with the name of an axis in place of each size in braces.
 
-        These names are added to `sizes`. The result is None for braces that are refused.
+        The result is None for an array that is refused.
         """
         axes: list[str] = array.dim_str.split()
-        braces: list[str] = []
-        for i, dim in enumerate(array.dims):
-            text = f"{getattr(dim, 'elem', '')}"  # an expression, without # and name=
-            braces += _BRACE.findall(text)
-            plain = _BRACE.sub(lambda brace: self.axis(brace[1]), text)
-            compile(f"f'{plain}'" if "{" in plain else plain or "0", axes[i], "eval")
-            axes[i] = axes[i].removesuffix(text) + plain
-        if any("{" in axis for axis in axes):
+        # Of each axis, without # and name=
+        expressions = [f"{getattr(dim, 'elem', '')}" for dim in array.dims]
+        is_refused = (
+            array.array_type is not Tensor or array.dtypes != array.dtype.dtypes
+        )
+        for axis, text in zip(axes, expressions, strict=True):
+            rest = _BRACE.sub("0", text)
+            is_refused = is_refused or "{" in rest
+            compile(f"f'{rest}'" if "{" in rest else rest or "0", axis, "eval")
+        if is_refused:  # an array of arrays, or other braces
             return None
-        for brace in braces:
-            if brace.partition(".")[0] not in self.header.parameters:
-                raise AnnotationError(f"no parameter has the name in {{{brace}}}")
-            self.sizes[brace] = self.axis(brace)
+        for i, text in enumerate(expressions):
+            named = _BRACE.sub(lambda brace: self.axis(brace[1]), text)
+            axes[i] = axes[i].removesuffix(text) + named
         return axes
 
     def axis(self, brace: str) -> str:
         """Return the name of an axis of the size in braces, before or after a call."""
+        if brace.partition(".")[0] not in self.signature.parameters:
+            raise AnnotationError(f"no parameter has the name in {{{brace}}}")
         when = "after" if self.is_result else "before"
-        return f"typecheck_{when}_{brace.replace('.', '_dot_')}"
+        # The last _ tells typecheck_before_1_ from the beginning of typecheck_before_10_.
+        new = f"typecheck_{when}_{len(self.sizes)}_"
+        return self.sizes.setdefault(brace, new)
 
-    def expression(
-        self, reading: Callable[[_Part, str], str], size: str
-    ) -> Callable[..., _Description]:
-        """Return a function that takes a call and returns its description.
+    def expression(self, of_part: Callable[[_Part], str], of_size: str) -> str:
+        """Return the expression of a description."""
+        items = [of_part(part) for part in self.parts]
+        items += [of_size.format(size) for size in self.sizes]
+        return f"({''.join(f'{item}, ' for item in items)})"
 
-        It is the only code that is made from text: a loop takes longer, and braces name
-        the parameters. All other names begin with _typecheck.
-        """
-        names: dict[str, Any] = {
-            "_typecheck_right": _RIGHT,
-            "_typecheck_describe": _describe,
-            "_typecheck_show": _show,
-            "_typecheck_number_of": _number_of,
-            "_typecheck_show_size": _show_size,
-        }
-        parameters = []
-        if self.is_result:
-            first = inspect.Parameter(_RESULT, inspect.Parameter.POSITIONAL_ONLY)
-            parameters.append(first)
-        for name, parameter in self.header.parameters.items():
-            default = parameter.default
-            if default is not _EMPTY:
-                default = _Code(f"_typecheck_default_{name}")
-                names[default] = parameter.default
-            parameters.append(parameter.replace(annotation=_EMPTY, default=default))
-        items = []
-        for number, part in enumerate(self.parts):
-            kinds = f"_typecheck_kinds_{number}"
-            names[kinds] = part.type.kinds()
-            item = reading(part, kinds)
-            if part.default is not _EMPTY:
-                is_default = f"{part.text} is _typecheck_default_{part.text}"
-                item = f"_typecheck_right if {is_default} else ({item},), None, None"
-            items.append(item)
-        items += [size.format(brace) for brace in self.sizes]
-        takes = str(inspect.Signature(parameters))[1:-1]
-        body = "".join(f"{item}, " for item in items)
-        # `names` are variables of a closure, because compiled code compares the globals
-        # of a function, and each of their names, at each call.
-        make = eval(f"lambda {', '.join(names)}: lambda {takes}: ({body})", {})
-        return make(*names.values())
+    def sizes_in(self, description: _Description) -> dict[str, Any]:
+        """Return the size of each brace, and tell jaxtyping."""
+        found = dict(zip(self.sizes, description[len(self.parts) :], strict=True))
+        for brace, size in found.items():
+            if not isinstance(size, (int, SymInt)):
+                place = f"{{{brace}}} of {self.function}"
+                raise AnnotationError(f"{place} must be an int, got {size!r}")
+            _axis_fits(self.sizes[brace], size)
+        return found
 
 
 def _is_unpacked(part: Any) -> bool:  # as in tuple[*Items]
     return get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
 
 
-def _reading(part: _Part, kinds: str) -> str:
-    """Return what describes a tensor fast, and raises an error for another value."""
-    if _is_one_array(part):
-        return f"{part.text}.__class__, {part.text}.dtype, {part.text}.shape"
-    return _reading_any(part, kinds)
-
-
-def _reading_any(part: _Part, kinds: str) -> str:
-    """Return what describes any argument or result."""
-    if _is_one_array(part):
-        return f"*_typecheck_describe({part.text})"
-    found = [*part.type.inside()]
-    if any(isinstance(option, _Value) for option in found):
-        return f"_typecheck_describe({part.text}, True), None, None"
-    if any(isinstance(option, (_Array, _Items)) for option in found):
-        return f"_typecheck_describe({part.text}), None, None"
-    return f"{part.text}.__class__, None, None"
-
-
-def _is_one_array(part: _Part) -> bool:
-    return len(part.type.options) == 1 and isinstance(part.type.options[0], _Array)
-
-
-def _describe(value: Any, by_value: bool = False) -> tuple[Any, ...]:
-    """Return class, dtype and shape; class, items or value, and None."""
-    kind = value.__class__
-    if isinstance(value, Tensor):
-        try:
-            return kind, value.dtype, value.shape
-        except RuntimeError:  # a nested tensor, or a lazy one, has no shape
-            return kind, None, None
-    if isinstance(value, tuple):
-        return kind, tuple([_describe(item, by_value) for item in value]), None
-    if by_value and isinstance(value, _LITERALS):
-        return kind, value, None
-    return kind, None, None
-
-
-def _number_of(size: Any) -> Any:
-    """Return a size as a number, because a tensor has other values later."""
-    is_number = isinstance(size, (int, float, SymInt, SymFloat))
-    return size if is_number else operator.index(size)
-
-
-# While a compiler traces: it shows tensors and numbers, and no classes ------------------
-
-
-def _showing(part: _Part, kinds: str) -> str:
-    """Return an expression that the compiler traces."""
-    has_array = any(isinstance(option, _Array) for option in part.type.inside())
-    # The compiler does not say whether a tensor is the default.
-    if not has_array or isinstance(part.default, Tensor):
-        return "_typecheck_right, None, None"
-    return f"_typecheck_show({part.text}, {kinds}), None, None"
-
-
-def _show(value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    """Return whether a value is of these classes, and the tensors in it."""
-    is_named = isinstance(value, kinds)
-    if isinstance(value, Tensor):
-        return is_named, value, None
-    if isinstance(value, tuple):
-        return is_named, tuple([_show(item, kinds) for item in value]), None
-    return is_named, None, None
-
-
-def _show_size(size: Any) -> Any:
-    return size if isinstance(size, (int, float)) else None
-
-
-def _as_description(side: _Side, shown: Any) -> _Description:
-    """Return the description of what a compiler shows.
-
-    In place of a class, it has whether a value is of a class that the annotation names.
-    """
-
-    def example(leaf: Any) -> Any:
-        is_proxy = isinstance(leaf, torch.fx.Proxy)
-        return leaf.node.meta["example_value"] if is_proxy else leaf
-
-    def described(item: Any) -> tuple[Any, ...]:
-        is_named, inside, _ = item
-        if isinstance(inside, Tensor):
-            return is_named, inside.dtype, inside.shape
-        if isinstance(inside, tuple):
-            return is_named, tuple(map(described, inside)), None
-        return item
-
-    items, sizes = side.split(map_aggregate(shown, example))
-    return (*(place for item in items for place in described(item)), *sizes)
-
-
-# What annotations take ---------------------------------------------------------------
-
-
 class _Class(NamedTuple):
-    kind: type
+    kinds: tuple[Any, ...]  # the class, and others that count as it
 
-    def fits(self, seen: Any, has_symbols: bool) -> bool:
+    def fits(self, seen: _Item, has_symbols: bool) -> bool:
         kind = seen[0]
-        if isinstance(kind, bool):
+        if isinstance(kind, bool):  # while a compiler traces
             return kind
-        kind = _OF_SYMBOL.get(kind, kind)
-        return issubclass(kind, (self.kind, *_SUBCLASSES.get(self.kind, ())))
+        return issubclass(_OF_SYMBOL.get(kind, kind), self.kinds)
 
 
 class _Refused(_Class):
-    """An annotation that jaxtyping and beartype check in eager mode.
-
-    In compiled code, it takes all values of a class.
-    """
+    """What is not understood: any value is right."""
 
 
 class _Value(NamedTuple):
@@ -694,7 +610,7 @@ class _Value(NamedTuple):
 
     value: Any
 
-    def fits(self, seen: Any, has_symbols: bool) -> bool:
+    def fits(self, seen: _Item, has_symbols: bool) -> bool:
         return seen[0] is True or seen == (type(self.value), self.value, None)
 
 
@@ -704,7 +620,7 @@ class _Items(NamedTuple):
     items: "list[_Type]"
     repeats: bool  # as in tuple[int, ...]
 
-    def pairs(self, seen: Any) -> "list[tuple[_Type, Any]] | None":
+    def pairs(self, seen: _Item) -> "list[tuple[_Type, _Item]] | None":
         """Return each item's type and description, if a tuple has this length."""
         _, inside, _ = seen
         if not isinstance(inside, tuple):
@@ -713,7 +629,7 @@ class _Items(NamedTuple):
         same_length = len(items) == len(inside)
         return [*zip(items, inside, strict=True)] if same_length else None
 
-    def fits(self, seen: Any, has_symbols: bool) -> bool:
+    def fits(self, seen: _Item, has_symbols: bool) -> bool:
         pairs = self.pairs(seen)
         return pairs is not None and all(t.fits(item, has_symbols) for t, item in pairs)
 
@@ -726,56 +642,50 @@ class _Tensor(NamedTuple):
 
 
 class _Array:
-    """An array of jaxtyping. Braces are replaced by names of axes."""
+    """An array of jaxtyping. `axes` have the names of axes in place of braces."""
 
     def __init__(self, hint: Any, axes: list[str]) -> None:
-        # Its dtype restricts the dtypes again, as in Float[Float32[Tensor, "n"], "m"].
-        dtype: Any = type(hint.dtype.__name__, (hint.dtype,), {"dtypes": hint.dtypes})
-        self.written = hint.dim_str.split()
         self.axes = axes
-        self.star = -1 if hint.index_variadic is None else hint.index_variadic
-        star = self.written[self.star] if self.star >= 0 else ""
-        self.star_name = star if star == "..." else f"*{star.lstrip('#*')}"
+        self.names = [axis.lstrip("#*") for axis in hint.dim_str.split()]
+        self.star = hint.index_variadic  # the index of "*batch" or "...", or None
+        star = "" if self.star is None else axes[self.star]
+        self.star_name = star.replace("#", "")
         self.may_broadcast = "#" in star
-        if self.may_broadcast:  # jaxtyping needs it for "*#batch", but not as a package
-            import numpy  # noqa: F401
-        self.hint = dtype[Any, " ".join(axes)]
-        self.any_shape = dtype[Any, "..."]
-        # jaxtyping compares "*#batch" by numpy, which would turn symbols into numbers.
-        without = ["..." if {"*", "#"} <= {*axis} else axis for axis in axes]
-        self.with_symbols = dtype[Any, " ".join(without)]
+        without_it = [*axes]
+        if self.may_broadcast:
+            # jaxtyping compares it by numpy, which would turn symbols into numbers.
+            import numpy  # noqa: F401  # because jaxtyping says nothing if it is missing
 
-    def fits(self, seen: Any, has_symbols: bool) -> bool:
-        if not _is_tensor(seen):
+            without_it[self.star] = "..."
+        self.hint = hint.dtype[Any, " ".join(axes)]
+        self.hint_of_symbols = hint.dtype[Any, " ".join(without_it)]
+        self.any_shape = hint.dtype[Any, "..."]
+
+    def fits(self, seen: _Item, has_symbols: bool) -> bool:
+        _, dtype, shape = seen
+        if shape is None:
             return False
-        hint = self.with_symbols if has_symbols else self.hint
-        return _depends_on_values(seen[2]) or isinstance(_Tensor(*seen[1:]), hint)
+        hint = self.hint_of_symbols if has_symbols else self.hint
+        return _depends_on_values(shape) or isinstance(_Tensor(dtype, shape), hint)
 
-    def cells(self, seen: Any) -> dict[str, int] | None:
+    def cells(self, seen: _Item) -> "dict[_Column, int] | None":
         """Return the size in each column of the table, if dtype and rank fit."""
-        if not _is_tensor(seen) or not isinstance(_Tensor(seen[1], ()), self.any_shape):
+        _, dtype, shape = seen
+        if shape is None or not isinstance(_Tensor(dtype, ()), self.any_shape):
             return None
-        columns: list[str] = []
-        extra = len(seen[2]) - len(self.written)
-        for i, written in enumerate(self.written):
+        columns: list[_Column] = []
+        for i, name in enumerate(self.names):
             if i == self.star:
-                columns += [f"{self.star_name}[{k}]" for k in range(-extra - 1, 0)]
-                continue
-            name = written.lstrip("#*")
-            while name in columns:  # as in "n n"
-                name += " "
-            columns.append(name)
-        same_rank = len(columns) == len(seen[2])
-        return dict(zip(columns, seen[2], strict=True)) if same_rank else None
+                count = len(shape) - len(self.names) + 1
+                columns += [_Column(self.star_name, k) for k in range(-count, 0)]
+            else:  # the second axis of "n n" has another number
+                columns.append(_Column(name, self.names[:i].count(name)))
+        if len(columns) != len(shape):
+            return None
+        return dict(zip(columns, map(_number, shape), strict=True))
 
 
-def _is_tensor(seen: Any) -> bool:
-    kind, _, shape = seen
-    is_named = isinstance(kind, bool)  # which compiled code has in place of a class
-    return shape is not None and (is_named or issubclass(kind, Tensor))
-
-
-_Option: TypeAlias = _Class | _Value | _Items | _Array
+_Option = _Class | _Value | _Items | _Array
 
 
 class _Type(NamedTuple):
@@ -788,7 +698,7 @@ class _Type(NamedTuple):
         text = inspect.formatannotation(self.hint)
         return text.replace("jaxtyping.", "").replace("'", '"')
 
-    def fits(self, item: Any, has_symbols: bool) -> bool:
+    def fits(self, item: _Item, has_symbols: bool) -> bool:
         return any(option.fits(item, has_symbols) for option in self.options)
 
     def inside(self) -> Iterator[_Option]:
@@ -801,37 +711,33 @@ class _Type(NamedTuple):
 
     def kinds(self) -> tuple[type, ...]:
         """Return the classes that an annotation names."""
-        kinds: list[type] = []
+        kinds: list[Any] = []
         for option in self.inside():
             if isinstance(option, _Class):
-                kinds += (option.kind, *_SUBCLASSES.get(option.kind, ()))
+                kinds += option.kinds
             elif isinstance(option, _Value):
                 kinds.append(type(option.value))
         return tuple(kinds)
 
 
-def _place(function: Any, name: str) -> str:
+def _place(function: str, name: str) -> str:
     part = "the result" if name == "return" else f"parameter '{name}'"
-    return f"{part} of {function.__module__}.{function.__qualname__}"
+    return f"{part} of {function}"
 
 
-def _resolve(function: Any, owner: Any, warn: bool) -> tuple[dict[str, Any], bool]:
-    """Return the annotations to check, and whether all names in them are there."""
-    variables = inspect.unwrap(function).__globals__
+def _hints(function: Any, owner: Any) -> dict[str, Any]:
+    """Return the annotations that can be checked."""
     names = {owner.__name__: owner} if isinstance(owner, type) else {}
-    for scope in (owner, function):  # class Layer[T]; def f[T](x: T)
-        names |= {each.__name__: each for each in getattr(scope, "__type_params__", ())}
     hints: dict[str, Any] = {}
-    is_complete = True
     for name, annotation in function.__annotations__.items():
         one: Any = SimpleNamespace(__annotations__={name: annotation})
-        place = _place(function, name)
+        place = _place(f"{function.__module__}.{function.__qualname__}", name)
         try:
-            hint = get_type_hints(one, variables, names, include_extras=True)[name]
+            hint = get_type_hints(
+                one, function.__globals__, names, include_extras=True
+            )[name]
         except (NameError, AttributeError) as error:
-            is_complete = False
-            if warn:
-                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=5)
+            warnings.warn(f"typecheck does not check {place}: {error}", stacklevel=5)
             continue
         except Exception as error:
             raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
@@ -839,11 +745,11 @@ def _resolve(function: Any, owner: Any, warn: bool) -> tuple[dict[str, Any], boo
         is_self = re.search(r"\.Self\b", repr(hint))
         if not is_self and not isinstance(hint, (ParamSpecArgs, ParamSpecKwargs)):
             hints[name] = hint
-    return hints, is_complete
+    return hints
 
 
 def _by_jaxtyping(
-    function: Any, header: inspect.Signature, hints: dict[str, Any]
+    function: Any, signature: inspect.Signature, hints: dict[str, Any]
 ) -> Any:
     """Return a function whose calls jaxtyping and beartype check."""
     from beartype import BeartypeConf, beartype  # here, because most users need it not
@@ -854,15 +760,15 @@ def _by_jaxtyping(
         return function(*args, **kwargs)
 
     parameters = []
-    for name, parameter in header.parameters.items():
+    for name, parameter in signature.parameters.items():
         hint = hints.get(name, Any)
         if parameter.default is None:  # which is right, also if it is passed
-            hint = Optional[hint]  # noqa: UP045  # | does not take all annotations
+            hint = Union[hint, None]  # noqa: UP007  # | does not take all annotations
         parameters.append(parameter.replace(annotation=hint))
-    signature = inspect.Signature(
-        parameters, return_annotation=hints.get("return", Any)
+    result = hints.get("return", Any)
+    vars(call)["__signature__"] = inspect.Signature(
+        parameters, return_annotation=result
     )
-    vars(call)["__signature__"] = signature
     call.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
     int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
     try:
@@ -871,43 +777,13 @@ def _by_jaxtyping(
         raise AnnotationError(f"{error}".partition("\n")[0]) from error
 
 
-# The judge ---------------------------------------------------------------------------
-
-_Described: TypeAlias = list[tuple[_Side, _Description]]
+# What does not fit -------------------------------------------------------------------
 
 
-def _fits(described: _Described, is_partial: bool) -> bool:
-    """Return whether the descriptions of a call fit the annotations."""
-    has_symbols = _has_symbols([seen for _, seen in described])
-    with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-        for part, item in _steps(described):
-            try:
-                if not part.type.fits(item, has_symbols):
-                    return False
-            except AnnotationError:  # it needs a size that is not known
-                if not is_partial:
-                    raise
-    return True
-
-
-def _steps(described: _Described) -> Iterator[tuple[_Part, Any]]:
-    """Tell jaxtyping the sizes in braces, and yield each part with its description."""
-    for side, description in described:
-        items, sizes = side.split(description)
-        named = zip(side.sizes.values(), sizes, strict=True)
-        known = {axis: size for axis, size in named if size is not None}
-        _axes_fit(known, (*known.values(),))
-        for part, item in zip(side.parts, items, strict=True):
-            if item != _RIGHT:
-                yield part, item
-
-
-def _axes_fit(axes: Iterable[str], shape: tuple[Any, ...]) -> bool:
-    hint: Any = Shaped[Any, " ".join(axes)]
-    try:
-        return isinstance(_Tensor("", shape), hint)
-    except AnnotationError:  # it needs a size that is not known
-        return True
+def _axis_fits(axis: str, size: Any) -> bool:
+    """Return whether jaxtyping takes this size, which it then remembers."""
+    hint: Any = Shaped[Any, axis]
+    return isinstance(_Tensor("", (size,)), hint)
 
 
 def _has_symbols(described: Any) -> bool:
@@ -925,93 +801,102 @@ def _depends_on_values(shape: Any) -> bool:
 # The message: a table of axes ----------------------------------------------------------
 
 
+class _Column(NamedTuple):
+    """An axis. Those of *batch have the numbers ..., -2, -1."""
+
+    name: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.number}]" if self.number < 0 else self.name
+
+
 class _Row(NamedTuple):
-    """A tensor in the table."""
+    """A tensor."""
 
     place: str
     array: _Array
-    cells: dict[str, int]  # column -> size
+    cells: dict[_Column, int]
 
 
-def _message(function: Any, described: _Described) -> str:
-    """Return what is wrong with a call that does not fit.
+def _rows(place: str, type_: _Type, item: _Item) -> list[_Row]:
+    """Return the rows of the tensors in a value."""
+    # With several arrays, it is not known which of them was meant.
+    arrays = [option for option in type_.options if isinstance(option, _Array)]
+    cells = arrays[0].cells(item) if len(arrays) == 1 else None
+    if cells is not None:
+        return [_Row(place, arrays[0], cells)]
+    return [
+        row
+        for inner_place, inner, seen in _items(place, type_, item)
+        for row in _rows(inner_place, inner, seen)
+    ]
 
-    jaxtyping is asked once more, argument by argument, and for a wrong one, axis by axis.
-    """
-    described = [(side, map_aggregate(seen, _number)) for side, seen in described]
-    sizes: dict[str, Any] = {}
-    for side, seen in described:
-        sizes.update(zip(side.sizes, side.split(seen)[1], strict=True))
-    rows: list[_Row] = []
-    with jaxtyped("context"):
-        parts = _steps(described)
-        each = (_explained(part.place, part.type, x, rows, sizes) for part, x in parts)
-        lines = next(filter(None, each), [])
-    return "\n".join([_callers_line(function), *lines])
+
+def _items(place: str, type_: _Type, item: _Item) -> list[tuple[str, _Type, _Item]]:
+    """Return the items of a tuple, if the annotation has a tuple of this length."""
+    for option in type_.options:
+        pairs = option.pairs(item) if isinstance(option, _Items) else None
+        if pairs is not None:
+            return [(f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
+    return []
 
 
 def _explained(
-    place: str, type_: _Type, item: Any, rows: list[_Row], sizes: dict[str, Any]
+    place: str, type_: _Type, item: _Item, rows: list[_Row], sizes: dict[str, Any]
 ) -> list[str]:
-    """Return the lines about a wrong value, or add the tensors of a right one to `rows`."""
-    try:
-        fits = type_.fits(item, has_symbols=False)
-    except AnnotationError:
-        fits = True
-    arrays = [option for option in type_.options if isinstance(option, _Array)]
-    for option in type_.options:
-        pairs = option.pairs(item) if isinstance(option, _Items) else None
-        for i, (each, inner) in enumerate(pairs or []):
-            lines = _explained(f"{place}[{i}]", each, inner, rows, sizes)
-            if lines and not fits:
-                return lines
-    # With several arrays, it is not known which of them was meant.
-    cells = arrays[0].cells(item) if len(arrays) == 1 else None
-    row = None if cells is None else _Row(place, arrays[0], cells)
-    if fits:
-        rows += [row] if row else []
-        return []
-    wrong, reason = _misfit(row, rows, sizes) if row else ("", "")
-    if row and wrong:
-        return _table([*rows, row], wrong, reason)
+    """Return the lines about a value that does not fit, after the rows of right ones."""
+    for inner_place, inner, seen in _items(place, type_, item):
+        if not inner.fits(seen, has_symbols=False):
+            return _explained(inner_place, inner, seen, rows, sizes)
+        rows = [*rows, *_rows(inner_place, inner, seen)]
+    for row in _rows(place, type_, item):
+        column, reason = _mark(row, rows, sizes)
+        if column is not None:
+            return _table([*rows, row], column, reason)
     return [*_table(rows), f"{place} must be {type_}, got {_got(item)}"]
 
 
-def _misfit(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]:
-    """Return the column that does not fit, and why, or empty texts."""
-    array = row.array
-    star = f"{array.star_name}["
-    axes = [axis for i, axis in enumerate(array.axes) if i != array.star]
-    columns = [column for column in row.cells if not column.startswith(star)]
+def _mark(
+    row: _Row, rows: list[_Row], sizes: dict[str, Any]
+) -> tuple[_Column | None, str]:
+    """Return the column that does not fit, and why."""
+    columns = [column for column in row.cells if column.number >= 0]
+    axes = [axis for i, axis in enumerate(row.array.axes) if i != row.array.star]
     for column, axis in zip(columns, axes, strict=True):
-        if _axes_fit([axis], (row.cells[column],)):
+        if _axis_fits(axis, row.cells[column]):
             continue
-        name = column.strip()
-        if not name.isidentifier():
-            values = [f"{text} is {sizes[text]}" for text in _BRACE.findall(name)]
-            return column, ", and ".join([f"must be {name}", *values])
-        origin = _origin(name, [*rows, row])
-        return column, f"{name} is {origin.cells[name]} in {origin.place}"
+        if not column.name.isidentifier():
+            texts = _BRACE.findall(column.name)
+            values = [f"{text} is {_number(sizes[text])}" for text in texts]
+            return column, ", and ".join([f"must be {column}", *values])
+        _, reason = _origin(_Column(column.name), [*rows, row])
+        return column, reason
     for column in (column for other in rows for column in other.cells):
-        if not column.startswith(star):
-            continue
-        size, origin = row.cells.get(column), _origin(column, rows)
-        may_be_1 = array.may_broadcast and size in (None, 1)
-        if size != origin.cells[column] and not may_be_1:
-            return column, f"{column} is {origin.cells[column]} in {origin.place}"
-    return "", ""
+        if column.name == row.array.star_name:
+            size, (expected, reason) = row.cells.get(column), _origin(column, rows)
+            may_be_1 = row.array.may_broadcast and size in (None, 1)
+            if size != expected and not may_be_1:
+                return column, reason
+    return None, ""
 
 
-def _origin(column: str, rows: list[_Row]) -> _Row:
-    """Return the first row that says the size of a column: a 1 may be broadcast."""
+def _origin(column: _Column, rows: list[_Row]) -> tuple[int, str]:
+    """Return the size of a column, and who said so: not a 1 that may be broadcast."""
     found = [row for row in rows if column in row.cells]
-    return max(found, key=lambda row: row.cells[column] != 1)
+    origin = max(found, key=lambda row: row.cells[column] != 1)
+    size = origin.cells[column]
+    return size, f"{column} is {size} in {origin.place}"
 
 
-def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
+def _table(
+    rows: list[_Row], wrong: _Column | None = None, reason: str = ""
+) -> list[str]:
     """Return a line for each row, with a mark under the wrong column of the last one."""
     columns = [*dict.fromkeys(column for row in rows for column in row.cells)]
-    lines = [["", *columns]]
+    names = [column.name for column in columns]
+    columns.sort(key=lambda column: (names.index(column.name), column.number))
+    lines = [["", *map(str, columns)]]
     for row in rows:
         lines.append([row.place, *(f"{row.cells.get(each, '')}" for each in columns)])
     lines.append(["", *("^" * (each == wrong) for each in columns)])
@@ -1024,17 +909,18 @@ def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
     return texts if wrong else texts[:-1] if rows else []
 
 
-def _got(item: Any) -> str:
+def _got(item: _Item) -> str:
     """Return a description in words."""
     kind, inside, shape = item
     if shape is not None:
         return f"{inside} of shape {(*shape,)}".removeprefix("torch.")
-    if kind is NoneType:
-        return "None"
-    name = "another type" if isinstance(kind, bool) else kind.__name__
+    is_traced = isinstance(kind, bool)
     if isinstance(inside, tuple):
-        return f"{name} of {len(inside)} items"
-    return name if inside is None else repr(inside)
+        return f"{'tuple' if is_traced else kind.__name__} of {len(inside)} items"
+    if inside is not None and not is_traced:
+        return repr(inside)
+    name = inside if is_traced else kind.__name__
+    return "None" if name == "NoneType" else name
 
 
 def _number(size: Any) -> Any:

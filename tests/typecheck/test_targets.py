@@ -110,14 +110,6 @@ def test_another_target_is_an_error_that_says_what_to_pass(mistake):
         typecheck(mistake)
 
 
-def test_under_python_o_a_function_stays_unchecked_with_a_warning(module):
-    optimized = types.ModuleType("optimized")
-    code = compile(FILE.read_text(), FILE, "exec", optimize=1)  # as python -O
-    exec(code, vars(optimized))
-    with pytest.warns(UserWarning, match="python -O turns all shape checks off"):
-        assert optimized.typecheck(module.scale) is module.scale
-
-
 def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
     monkeypatch, module
 ):
@@ -142,21 +134,15 @@ def test_a_missing_package_is_named_where_an_annotation_needs_it(
         typecheck(module.scale)
 
 
-def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypatch):
+def test_what_the_hook_of_jaxtyping_checks_is_left_to_it(tmp_path, monkeypatch):
     """The option --jaxtyping-packages of pytest installs the same hook."""
     shutil.copy(PACKAGE / "rmsnorm.py", tmp_path / "hooked_rmsnorm.py")
     monkeypatch.syspath_prepend(tmp_path)
     with jaxtyping.install_import_hook("hooked_rmsnorm", "beartype.beartype"):
         module = importlib.import_module("hooked_rmsnorm")
-    hooked = module.RMSNorm(3)
-    with pytest.raises(TypeCheckError):  # the hook alone also checks
-        hooked(torch.ones(2, 4))
     norm = typecheck(module).RMSNorm(3)
     norm(torch.ones(2, 3))
-    # The hook's own error does not say this.
-    with pytest.raises(
-        TypeCheckError, match=r"must be \{self.d_model\}, and self.d_model is 3"
-    ):
+    with pytest.raises(TypeCheckError):
         norm(torch.ones(2, 4))
 
 

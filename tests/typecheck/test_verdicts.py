@@ -94,7 +94,7 @@ COMPARED_IN_ALL_MODES: list[tuple[Any, Any]] = [
     (tuple[Float[Tensor, " n"], Tensor], Halves(ones(2), ones(3))),
     (tuple[Float[Tensor, " n"], ...], (ones(2),)),
     (tuple[Float[Tensor, "n {count}"], None], (ones(2, 3), None)),
-    (Shaped[Float32[Tensor, "n {count}"], "m"], ones(5, 2, 3)),
+    (Shaped[Tensor, "m n {count}"], ones(5, 2, 3)),
     (Float[Tensor, "#{count} 2*{count}+n _"], ones(1, 8, 2)),
     (Float[Tensor, "{x.ndim} ..."], ones(2, 1)),
 ]
@@ -108,6 +108,7 @@ COMPARED_WITH_STATIC_SIZES: list[tuple[Any, Any]] = [
 COMPARED_IN_EAGER_MODE: list[tuple[Any, Any]] = [
     *COMPARED_WITH_STATIC_SIZES,
     (list[Float[Tensor, "n {count}"]], [ones(2, 3)]),
+    (Shaped[Float32[Tensor, "n {count}"], "m"], ones(5, 2, 3)),
     (dict[str, Float[Tensor, " n"]], {"key": ones(2)}),
     (Annotated[Float[Tensor, "n d"], {"of": "a word"}], ones(2, 3)),
     (Annotated[Float[Tensor, " d"], "trained"] | None, None),
