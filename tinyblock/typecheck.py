@@ -78,7 +78,7 @@ _MAX_DESCRIPTIONS = 1024
 # nn.Parameter, for example, also looks into the value.
 _PLAIN: set[Any] = {type.__instancecheck__, ABCMeta.__instancecheck__}
 _SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
-_OF_SYMBOL: dict[Any, type] = {SymInt: int, SymFloat: float, SymBool: bool}
+_OF_SYMBOL: dict[Any, Any] = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
 _EMPTY = inspect.Parameter.empty
 _BRACE = re.compile(r"(?<!\w)\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?!\w)")
@@ -209,12 +209,6 @@ _PASSED: dict[Any, str] = {
 }
 
 
-class _Code(str):
-    """A text that inspect.Signature writes as it is."""
-
-    __repr__ = str.__str__
-
-
 def _checked(function: Any, owner: Any = None) -> Any:
     """Return a wrapper of `function` that checks its calls."""
     if hasattr(function, "__wrapped__"):  # checked already, or under a decorator
@@ -260,14 +254,18 @@ def _wrapper(check: "_Check") -> Any:
         "$show_size": _show_size,
     }
     for part in (*before.parts, *after.parts):
-        names[part.kinds] = part.type.kinds()
+        leaves = [
+            leaf for leaf in _leaves(part.hint) if not part.annotations.array(leaf)
+        ]
+        # All classes, if one is not understood.
+        names[part.classes] = sum([_classes(leaf) or (object,) for leaf in leaves], ())
     parameters, arguments = [], []
     for name, parameter in signature.parameters.items():
-        default = parameter.default
-        if default is not _EMPTY:
-            names[f"$default_{name}"] = default
-            default = _Code(f"$default_{name}")
-        parameters.append(parameter.replace(annotation=_EMPTY, default=default))
+        parameter = parameter.replace(annotation=_EMPTY)
+        if parameter.default is not _EMPTY:
+            names[f"$default_{name}"] = parameter.default
+            parameter = parameter.replace(default=None)  # replaced below
+        parameters.append(parameter)
         arguments.append(_PASSED.get(parameter.kind, "{0}").format(name))
     text = _WRAPPER.format(
         # `names` are variables of a closure, because compiled code compares the globals
@@ -283,7 +281,10 @@ def _wrapper(check: "_Check") -> Any:
     made: dict[str, Any] = {}
     code = text.replace("$", "_typecheck_")
     exec(compile(code, f"<typecheck of {check.name}>", "exec"), made)
-    return made["make"](*names.values())
+    wrapper = made["make"](*names.values())
+    wrapper.__defaults__ = check.function.__defaults__
+    wrapper.__kwdefaults__ = check.function.__kwdefaults__
+    return wrapper
 
 
 def _left_to_jaxtyping(check: "_Check", compiled: Any) -> Any:
@@ -323,13 +324,12 @@ class _Check:
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = inspect.signature(function)
         hints = _hints(function, owner)
-        self.before = _Annotations(self.name, self.signature, hints, is_result=False)
-        self.after = _Annotations(self.name, self.signature, hints, is_result=True)
+        self.before = _Annotations(self, hints, is_result=False)
+        self.after = _Annotations(self, hints, is_result=True)
         self.known: dict[_Description, _Description] = {}  # of arguments -> of a result
         self.last: list[Any] = [(None, None)]  # those of the call before
         self.by_jaxtyping: Any = None
-        parts = (*self.before.parts, *self.after.parts)
-        if any(isinstance(o, _Refused) for part in parts for o in part.type.inside()):
+        if self.before.is_refused or self.after.is_refused:
             self.by_jaxtyping = _by_jaxtyping(function, self.signature, hints)
 
     def run(self, seen: _Description, found: _Description | None = None) -> None:
@@ -381,27 +381,26 @@ class _Check:
         for each in (run, _Check.run, _describe):
             skip(each)
 
-    def message(self, seen: _Description, found: _Description | None) -> str:
+    def message(self, seen: _Description, found: _Description | None = None) -> str:
         """Return what is wrong with a call, or an empty text."""
         has_symbols = _has_symbols((seen, found))
         sizes: dict[str, Any] = {}
         right: list[tuple[_Part, _Item]] = []
         with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-            for annotations, description in ((self.before, seen), (self.after, found)):
-                if description is None:
-                    continue
+            for annotations, description in (
+                (self.before, seen),
+                (self.after, found or ()),
+            ):
                 sizes |= annotations.sizes_in(description)
                 for part, item in zip(annotations.parts, description, strict=False):
                     if item is None:
                         continue
-                    if part.type.fits(item, has_symbols):
+                    if annotations.fits(part.hint, item, has_symbols):
                         right.append((part, item))
                         continue
-                    rows = [
-                        r for p, seen in right for r in _rows(p.place, p.type, seen)
-                    ]
+                    rows = [row for p, seen in right for row in _rows(p, p.hint, seen)]
                     item = map_aggregate(item, _number)
-                    lines = _explained(part.place, part.type, item, rows, sizes)
+                    lines = _explained(part, part.hint, item, rows, sizes)
                     return "\n".join([_callers_line(self.function), *lines])
         return ""
 
@@ -414,30 +413,34 @@ class _Part(NamedTuple):
 
     place: str  # in messages
     value: str  # the expression that reads it
-    type: "_Type"
-    kinds: str  # the name of the classes that its annotation names
-    default: Any = _EMPTY
+    hint: Any
+    default: Any
+    classes: str  # the name of those in its annotation
+    annotations: "_Annotations"
 
     def described(self) -> str:
         """Return the expression of its item in eager mode."""
-        options = [*self.type.inside()]
-        item = f"$describe({self.value})"
-        if any(isinstance(option, _Value) for option in options):
-            item = f"$describe({self.value}, True)"
-        elif [*map(type, options)] == [_Array]:  # at once, what $describe returns
-            shape = f"($Tensor, {self.value}.dtype, {self.value}.shape)"
-            item = f"{shape} if {self.value}.__class__ is $Tensor else {item}"
-        elif all(isinstance(option, _Class) for option in options):
-            item = f"({self.value}.__class__, None, None)"
+        value, leaves = self.value, [*_leaves(self.hint)]
+        if any(get_origin(leaf) is Literal for leaf in leaves):
+            item = f"$describe({value}, True)"
+        elif self.annotations.array(self.hint):  # at once, what $describe returns
+            item = f"($Tensor, {value}.dtype, {value}.shape)"
+            item += f" if {value}.__class__ is $Tensor else $describe({value})"
+        elif leaves != _options(self.hint) or self.has_array():
+            item = f"$describe({value})"
+        else:
+            item = f"({value}.__class__, None, None)"
         return self.unless_default(item)
 
     def shown(self) -> str:
         """Return the expression of its item in code that a compiler traces."""
-        has_array = any(isinstance(option, _Array) for option in self.type.inside())
         # The compiler does not say whether a tensor is the default.
-        if not has_array or isinstance(self.default, Tensor):
+        if not self.has_array() or isinstance(self.default, Tensor):
             return "None"
-        return self.unless_default(f"$show_value({self.value}, {self.kinds})")
+        return self.unless_default(f"$show_value({self.value}, {self.classes})")
+
+    def has_array(self) -> bool:
+        return any(self.annotations.array(leaf) for leaf in _leaves(self.hint))
 
     def unless_default(self, item: str) -> str:
         if self.default is _EMPTY:
@@ -482,62 +485,48 @@ def _as_symbol(leaf: Any) -> Any:
 class _Annotations:
     """The annotations of the parameters, or of the result."""
 
-    def __init__(
-        self,
-        function: str,
-        signature: inspect.Signature,
-        hints: dict[str, Any],
-        is_result: bool,
-    ) -> None:
-        self.function = function
-        self.signature = signature
+    def __init__(self, check: _Check, hints: dict[str, Any], is_result: bool) -> None:
+        self.function = check.name
+        self.parameters = check.signature.parameters
         self.is_result = is_result
         self.sizes: dict[str, str] = {}  # what is in braces -> the axis of this size
         self.parts: list[_Part] = []
-        for name in ["return"] if is_result else signature.parameters:
+        self.arrays: dict[Any, _Array] = {}
+        self.is_refused = False
+        for name in ["return"] if is_result else self.parameters:
             if hints.get(name, Any) is Any:
                 continue
             try:
-                self.parts.append(self.part(name, hints[name]))
+                for leaf in _leaves(hints[name]):
+                    self.read(leaf)
             except (AnnotationError, SyntaxError) as error:
-                message = f"cannot read the annotation of {_place(function, name)}"
+                message = f"cannot read the annotation of {_place(self.function, name)}"
                 raise AnnotationError(f"{message}: {error}") from error
+            self.parts.append(self.part(name, hints[name]))
 
     def part(self, name: str, hint: Any) -> _Part:
-        kinds = f"$kinds_{name}"
+        classes = f"$classes_{name}"
         if name == "return":
-            return _Part("return value", "$result", self.type(hint), kinds)
-        parameter = self.signature.parameters[name]
+            return _Part("return value", "$result", hint, _EMPTY, classes, self)
+        parameter = self.parameters[name]
         is_keywords = parameter.kind is parameter.VAR_KEYWORD
         if is_keywords or parameter.kind is parameter.VAR_POSITIONAL:
             hint = tuple[hint, ...]
         value = f"(*{name}.values(),)" if is_keywords else name
-        return _Part(name, value, self.type(hint), kinds, parameter.default)
+        return _Part(name, value, hint, parameter.default, classes, self)
 
-    def type(self, hint: Any) -> "_Type":
-        return _Type(hint, self.options(hint))
+    def read(self, leaf: Any) -> None:
+        """Read the axes of an array. All that is not understood is refused here."""
+        if isinstance(leaf, type) and hasattr(leaf, "dim_str"):  # jaxtyping's
+            axes = self.axes(leaf)
+            if axes is not None:
+                self.arrays[leaf] = _Array(leaf, axes)
+                return
+        if not _classes(leaf):
+            self.is_refused = True
 
-    def options(self, hint: Any) -> "list[_Option]":
-        """Return what a value may be. All that is not understood is refused here."""
-        origin, parts = get_origin(hint), get_args(hint)
-        if origin in (Union, UnionType):
-            return [option for part in parts for option in self.options(part)]
-        if origin is tuple and parts and not any(map(_is_unpacked, parts)):
-            items = [self.type(part) for part in parts if part is not Ellipsis]
-            return [_Items(items, repeats=parts[1:] == (Ellipsis,))]
-        if origin is Literal:
-            return [_Value(value) for value in parts]
-        if origin is Callable:
-            return [_Class((Callable,))]
-        if hint is Any or hint is None:
-            return [_Class((object if hint is Any else NoneType,))]
-        if isinstance(hint, type) and hasattr(hint, "dim_str"):  # jaxtyping's
-            axes = self.axes(hint)
-            return [_Refused((object,)) if axes is None else _Array(hint, axes)]
-        is_class = isinstance(hint, type) and origin is None
-        if is_class and type(hint).__instancecheck__ in _PLAIN:
-            return [_Class((hint, *_SUBCLASSES.get(hint, ())))]
-        return [_Refused((object,))]
+    def array(self, hint: Any) -> "_Array | None":
+        return self.arrays.get(hint) if isinstance(hint, type) else None
 
     def axes(self, array: Any) -> list[str] | None:
         """Return its axes, with the name of an axis in place of each size in braces.
@@ -563,12 +552,31 @@ class _Annotations:
 
     def axis(self, brace: str) -> str:
         """Return the name of an axis of the size in braces, before or after a call."""
-        if brace.partition(".")[0] not in self.signature.parameters:
+        if brace.partition(".")[0] not in self.parameters:
             raise AnnotationError(f"no parameter has the name in {{{brace}}}")
         when = "after" if self.is_result else "before"
         # The last _ tells typecheck_before_1_ from the beginning of typecheck_before_10_.
         new = f"typecheck_{when}_{len(self.sizes)}_"
         return self.sizes.setdefault(brace, new)
+
+    def fits(self, hint: Any, item: _Item, has_symbols: bool) -> bool:
+        """Return whether a value is right."""
+        kind, inside, _ = item
+        options = _options(hint)
+        if len(options) > 1:
+            return any(self.fits(option, item, has_symbols) for option in options)
+        if _is_tuple(hint):
+            pairs = _pairs(hint, inside)
+            return pairs is not None and all(self.fits(*p, has_symbols) for p in pairs)
+        array, classes = self.array(hint), _classes(hint)
+        if array is not None:
+            return array.fits(item, has_symbols)
+        if isinstance(kind, bool) or not classes:  # while traced, and what is refused
+            return not classes or kind
+        if get_origin(hint) is Literal:
+            return any(item == (type(v), v, None) for v in get_args(hint))
+        kind = _OF_SYMBOL.get(kind, kind)
+        return issubclass(kind, classes)
 
     def expression(self, of_part: Callable[[_Part], str], of_size: str) -> str:
         """Return the expression of a description."""
@@ -578,7 +586,7 @@ class _Annotations:
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
         """Return the size of each brace, and tell jaxtyping."""
-        found = dict(zip(self.sizes, description[len(self.parts) :], strict=True))
+        found = dict(zip(self.sizes, description[len(self.parts) :], strict=False))
         for brace, size in found.items():
             if not isinstance(size, (int, SymInt)):
                 place = f"{{{brace}}} of {self.function}"
@@ -587,51 +595,57 @@ class _Annotations:
         return found
 
 
-def _is_unpacked(part: Any) -> bool:  # as in tuple[*Items]
-    return get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
+# An annotation is a tree of unions and tuples. Its leaves are arrays, and what has classes.
 
 
-class _Class(NamedTuple):
-    kinds: tuple[Any, ...]  # the class, and others that count as it
-
-    def fits(self, seen: _Item, has_symbols: bool) -> bool:
-        kind = seen[0]
-        if isinstance(kind, bool):  # while a compiler traces
-            return kind
-        return issubclass(_OF_SYMBOL.get(kind, kind), self.kinds)
+def _options(hint: Any) -> list[Any]:
+    """Return the parts of a union, or the annotation itself."""
+    return [*get_args(hint)] if get_origin(hint) in (Union, UnionType) else [hint]
 
 
-class _Refused(_Class):
-    """What is not understood: any value is right."""
+def _is_tuple(hint: Any) -> bool:
+    if get_origin(hint) is not tuple or not get_args(hint):
+        return False
+    # Not one with unpacked items, as in tuple[*Items].
+    return not any(
+        get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
+        for part in get_args(hint)
+    )
 
 
-class _Value(NamedTuple):
-    """One value of a Literal."""
+def _leaves(hint: Any) -> Iterator[Any]:
+    for option in _options(hint):
+        if not _is_tuple(option):
+            yield option
+            continue
+        for part in get_args(option):
+            if part is not Ellipsis:
+                yield from _leaves(part)
 
-    value: Any
 
-    def fits(self, seen: _Item, has_symbols: bool) -> bool:
-        return seen[0] is True or seen == (type(self.value), self.value, None)
+def _classes(leaf: Any) -> tuple[Any, ...]:
+    """Return the classes whose values it takes, or nothing if it is not understood."""
+    origin = get_origin(leaf)
+    if leaf is Any or leaf is None:
+        return (object if leaf is Any else NoneType,)
+    if origin is Literal:
+        return tuple(map(type, get_args(leaf)))
+    if origin is Callable:
+        return (Callable,)
+    is_class = isinstance(leaf, type) and origin is None
+    if is_class and type(leaf).__instancecheck__ in _PLAIN:
+        return (leaf, *_SUBCLASSES.get(leaf, ()))
+    return ()
 
 
-class _Items(NamedTuple):
-    """A tuple."""
-
-    items: "list[_Type]"
-    repeats: bool  # as in tuple[int, ...]
-
-    def pairs(self, seen: _Item) -> "list[tuple[_Type, _Item]] | None":
-        """Return each item's type and description, if a tuple has this length."""
-        _, inside, _ = seen
-        if not isinstance(inside, tuple):
-            return None
-        items = self.items * len(inside) if self.repeats else self.items
-        same_length = len(items) == len(inside)
-        return [*zip(items, inside, strict=True)] if same_length else None
-
-    def fits(self, seen: _Item, has_symbols: bool) -> bool:
-        pairs = self.pairs(seen)
-        return pairs is not None and all(t.fits(item, has_symbols) for t, item in pairs)
+def _pairs(hint: Any, items: Any) -> list[tuple[Any, _Item]] | None:
+    """Return each item's annotation and item, if this is a tuple of such a length."""
+    if not _is_tuple(hint) or not isinstance(items, tuple):
+        return None
+    hints = get_args(hint)
+    if hints[1:] == (Ellipsis,):
+        hints = hints[:1] * len(items)
+    return [*zip(hints, items, strict=True)] if len(hints) == len(items) else None
 
 
 class _Tensor(NamedTuple):
@@ -683,41 +697,6 @@ class _Array:
         if len(columns) != len(shape):
             return None
         return dict(zip(columns, map(_number, shape), strict=True))
-
-
-_Option = _Class | _Value | _Items | _Array
-
-
-class _Type(NamedTuple):
-    """What an annotation takes: one of these."""
-
-    hint: Any
-    options: list[_Option]
-
-    def __str__(self) -> str:
-        text = inspect.formatannotation(self.hint)
-        return text.replace("jaxtyping.", "").replace("'", '"')
-
-    def fits(self, item: _Item, has_symbols: bool) -> bool:
-        return any(option.fits(item, has_symbols) for option in self.options)
-
-    def inside(self) -> Iterator[_Option]:
-        """Yield all options, also those for the items of tuples."""
-        for option in self.options:
-            yield option
-            if isinstance(option, _Items):
-                for item in option.items:
-                    yield from item.inside()
-
-    def kinds(self) -> tuple[type, ...]:
-        """Return the classes that an annotation names."""
-        kinds: list[Any] = []
-        for option in self.inside():
-            if isinstance(option, _Class):
-                kinds += option.kinds
-            elif isinstance(option, _Value):
-                kinds.append(type(option.value))
-        return tuple(kinds)
 
 
 def _place(function: str, name: str) -> str:
@@ -819,42 +798,42 @@ class _Row(NamedTuple):
     cells: dict[_Column, int]
 
 
-def _rows(place: str, type_: _Type, item: _Item) -> list[_Row]:
+def _rows(part: _Part, hint: Any, item: _Item) -> list[_Row]:
     """Return the rows of the tensors in a value."""
     # With several arrays, it is not known which of them was meant.
-    arrays = [option for option in type_.options if isinstance(option, _Array)]
+    arrays = [*filter(None, map(part.annotations.array, _options(hint)))]
     cells = arrays[0].cells(item) if len(arrays) == 1 else None
     if cells is not None:
-        return [_Row(place, arrays[0], cells)]
-    return [
-        row
-        for inner_place, inner, seen in _items(place, type_, item)
-        for row in _rows(inner_place, inner, seen)
-    ]
+        return [_Row(part.place, arrays[0], cells)]
+    return [row for each in _items(part, hint, item) for row in _rows(*each)]
 
 
-def _items(place: str, type_: _Type, item: _Item) -> list[tuple[str, _Type, _Item]]:
+def _items(part: _Part, hint: Any, item: _Item) -> list[tuple[_Part, Any, _Item]]:
     """Return the items of a tuple, if the annotation has a tuple of this length."""
-    for option in type_.options:
-        pairs = option.pairs(item) if isinstance(option, _Items) else None
-        if pairs is not None:
-            return [(f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
-    return []
+    found = (_pairs(option, item[1]) for option in _options(hint))
+    pairs = next((each for each in found if each is not None), [])
+    places = [part._replace(place=f"{part.place}[{i}]") for i in range(len(pairs))]
+    return [(place, *pair) for place, pair in zip(places, pairs, strict=True)]
 
 
 def _explained(
-    place: str, type_: _Type, item: _Item, rows: list[_Row], sizes: dict[str, Any]
+    part: _Part, hint: Any, item: _Item, rows: list[_Row], sizes: dict[str, Any]
 ) -> list[str]:
     """Return the lines about a value that does not fit, after the rows of right ones."""
-    for inner_place, inner, seen in _items(place, type_, item):
-        if not inner.fits(seen, has_symbols=False):
-            return _explained(inner_place, inner, seen, rows, sizes)
-        rows = [*rows, *_rows(inner_place, inner, seen)]
-    for row in _rows(place, type_, item):
+    for inner in _items(part, hint, item):
+        if not part.annotations.fits(*inner[1:], has_symbols=False):
+            return _explained(*inner, rows, sizes)
+        rows = [*rows, *_rows(*inner)]
+    for row in _rows(part, hint, item):
         column, reason = _mark(row, rows, sizes)
         if column is not None:
             return _table([*rows, row], column, reason)
-    return [*_table(rows), f"{place} must be {type_}, got {_got(item)}"]
+    return [*_table(rows), f"{part.place} must be {_text(hint)}, got {_got(item)}"]
+
+
+def _text(hint: Any) -> str:
+    text = inspect.formatannotation(hint)
+    return text.replace("jaxtyping.", "").replace("'", '"')
 
 
 def _mark(
