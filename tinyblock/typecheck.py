@@ -22,10 +22,9 @@ traced, and checked, again. A wrong call breaks the graph, so that Python runs t
 which raises the error. With fullgraph=True, torch.compile raises an error of its own,
 which contains this one.
 
-What can be described: classes, jaxtyping's arrays of torch.Tensor, tuples and unions of
-these, None, Any, Literal, and Callable. If a function has another annotation, jaxtyping
-and beartype check its calls in eager mode, each in 10 to 30 microseconds, and compiled
-code leaves that annotation unchecked. JAXTYPING_DISABLE=1 leaves all functions unwrapped.
+If an annotation is more than classes, arrays of torch.Tensor, tuples and unions of these,
+None, Any, Literal, and Callable, jaxtyping and beartype check each call of the function
+in eager mode, and compiled code leaves this annotation unchecked.
 
 These names are not part of torch's public interface. Without
 
@@ -78,7 +77,7 @@ _MAX_DESCRIPTIONS = 1024
 # nn.Parameter, for example, also looks into the value.
 _PLAIN: set[Any] = {type.__instancecheck__, ABCMeta.__instancecheck__}
 _SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
-_OF_SYMBOL: dict[Any, Any] = {SymInt: int, SymFloat: float, SymBool: bool}
+_OF_SYMBOL: Any = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
 _EMPTY = inspect.Parameter.empty
 _BRACE = re.compile(r"(?<!\w)\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?!\w)")
@@ -195,7 +194,7 @@ def make({names}):
         $is_new = $seen != $last_seen
         if $is_new:
             $check($seen)
-        $result = $function({arguments})
+        $result = $call({arguments})
         $found = {found}
         if $is_new or $found != $last_found:
             $check($seen, $found)
@@ -215,8 +214,6 @@ def _checked(function: Any, owner: Any = None) -> Any:
         return function
     check = _Check(function, owner)
     wrapper = _wrapper(check)
-    if check.by_jaxtyping is not None:
-        wrapper = _left_to_jaxtyping(check, wrapper)
     functools.update_wrapper(wrapper, function)
     wrapper.__typechecked__ = wrapper
     # Dynamo counts the recompilations of each code object, and reports them by its name.
@@ -242,8 +239,14 @@ def _wrapper(check: "_Check") -> Any:
 
         comptime(see)
 
+    def by_jaxtyping(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        call = check.function if is_compiling() else check.by_jaxtyping
+        return call(*args, **kwargs)
+
     names: dict[str, Any] = {
         "$function": check.function,
+        "$call": by_jaxtyping if check.by_jaxtyping else check.function,
         "$last": check.last,
         "$check": run,
         "$show": show,
@@ -287,20 +290,6 @@ def _wrapper(check: "_Check") -> Any:
     return wrapper
 
 
-def _left_to_jaxtyping(check: "_Check", compiled: Any) -> Any:
-    """Return a wrapper that leaves the calls of eager mode to jaxtyping and beartype."""
-
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        return check.by_jaxtyping(*args, **kwargs)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        return compiled(*args, **kwargs) if is_compiling() else eager(*args, **kwargs)
-
-    return wrapper
-
-
 # The check of a function -------------------------------------------------------------
 
 # A description has an item for each annotated parameter, or for the result, and then each
@@ -335,6 +324,8 @@ class _Check:
     def run(self, seen: _Description, found: _Description | None = None) -> None:
         """Check a call before and after it, if its description is not known."""
         __tracebackhide__ = True
+        if self.by_jaxtyping is not None:  # which checks each call
+            return
         try:
             expected = self.known.get(seen)
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
@@ -386,11 +377,9 @@ class _Check:
         has_symbols = _has_symbols((seen, found))
         sizes: dict[str, Any] = {}
         right: list[tuple[_Part, _Item]] = []
+        described = (self.before, seen), (self.after, found or ())
         with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-            for annotations, description in (
-                (self.before, seen),
-                (self.after, found or ()),
-            ):
+            for annotations, description in described:
                 sizes |= annotations.sizes_in(description)
                 for part, item in zip(annotations.parts, description, strict=False):
                     if item is None:
@@ -398,9 +387,9 @@ class _Check:
                     if annotations.fits(part.hint, item, has_symbols):
                         right.append((part, item))
                         continue
-                    rows = [row for p, seen in right for row in _rows(p, p.hint, seen)]
+                    rows = [r for p, x in right for r in _rows(p, p.place, p.hint, x)]
                     item = map_aggregate(item, _number)
-                    lines = _explained(part, part.hint, item, rows, sizes)
+                    lines = _explained(part, item, rows, sizes)
                     return "\n".join([_callers_line(self.function), *lines])
         return ""
 
@@ -756,9 +745,6 @@ def _by_jaxtyping(
         raise AnnotationError(f"{error}".partition("\n")[0]) from error
 
 
-# What does not fit -------------------------------------------------------------------
-
-
 def _axis_fits(axis: str, size: Any) -> bool:
     """Return whether jaxtyping takes this size, which it then remembers."""
     hint: Any = Shaped[Any, axis]
@@ -798,42 +784,31 @@ class _Row(NamedTuple):
     cells: dict[_Column, int]
 
 
-def _rows(part: _Part, hint: Any, item: _Item) -> list[_Row]:
+def _rows(part: _Part, place: str, hint: Any, item: _Item) -> list[_Row]:
     """Return the rows of the tensors in a value."""
+    options = _options(hint)
     # With several arrays, it is not known which of them was meant.
-    arrays = [*filter(None, map(part.annotations.array, _options(hint)))]
+    arrays = [*filter(None, map(part.annotations.array, options))]
     cells = arrays[0].cells(item) if len(arrays) == 1 else None
     if cells is not None:
-        return [_Row(part.place, arrays[0], cells)]
-    return [row for each in _items(part, hint, item) for row in _rows(*each)]
-
-
-def _items(part: _Part, hint: Any, item: _Item) -> list[tuple[_Part, Any, _Item]]:
-    """Return the items of a tuple, if the annotation has a tuple of this length."""
-    found = (_pairs(option, item[1]) for option in _options(hint))
-    pairs = next((each for each in found if each is not None), [])
-    places = [part._replace(place=f"{part.place}[{i}]") for i in range(len(pairs))]
-    return [(place, *pair) for place, pair in zip(places, pairs, strict=True)]
+        return [_Row(place, arrays[0], cells)]
+    pairs = next(filter(None, (_pairs(option, item[1]) for option in options)), [])
+    rows = [_rows(part, f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
+    return [row for each in rows for row in each]
 
 
 def _explained(
-    part: _Part, hint: Any, item: _Item, rows: list[_Row], sizes: dict[str, Any]
+    part: _Part, item: _Item, rows: list[_Row], sizes: dict[str, Any]
 ) -> list[str]:
     """Return the lines about a value that does not fit, after the rows of right ones."""
-    for inner in _items(part, hint, item):
-        if not part.annotations.fits(*inner[1:], has_symbols=False):
-            return _explained(*inner, rows, sizes)
-        rows = [*rows, *_rows(*inner)]
-    for row in _rows(part, hint, item):
+    for row in _rows(part, part.place, part.hint, item):
         column, reason = _mark(row, rows, sizes)
+        rows = [*rows, row]
         if column is not None:
-            return _table([*rows, row], column, reason)
-    return [*_table(rows), f"{part.place} must be {_text(hint)}, got {_got(item)}"]
-
-
-def _text(hint: Any) -> str:
-    text = inspect.formatannotation(hint)
-    return text.replace("jaxtyping.", "").replace("'", '"')
+            return _table(rows, column, reason)
+    text = inspect.formatannotation(part.hint)
+    text = text.replace("jaxtyping.", "").replace("'", '"')
+    return [*_table(rows), f"{part.place} must be {text}, got {_got(item)}"]
 
 
 def _mark(
@@ -893,9 +868,9 @@ def _got(item: _Item) -> str:
     kind, inside, shape = item
     if shape is not None:
         return f"{inside} of shape {(*shape,)}".removeprefix("torch.")
-    is_traced = isinstance(kind, bool)
     if isinstance(inside, tuple):
-        return f"{'tuple' if is_traced else kind.__name__} of {len(inside)} items"
+        return f"({', '.join(map(_got, inside))})"
+    is_traced = isinstance(kind, bool)
     if inside is not None and not is_traced:
         return repr(inside)
     name = inside if is_traced else kind.__name__
