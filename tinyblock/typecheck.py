@@ -29,12 +29,10 @@ in eager mode, and compiled code leaves this annotation unchecked.
 These names are not part of torch's public interface. Without
 
 - `torch._dynamo.comptime`, compiled code is not checked,
-- `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, a size that depends on
-  values is compared, and the compiler raises an error,
-- `torch._dynamo.decorators.skip`, the compiler traces the checks of eager mode after a
-  graph break, which breaks the graph again,
-- `torch._guards.TracingContext`, a message shows the line that calls compiled code,
-- `node.meta["example_value"]`, no shape is known while a compiler traces.
+- `torch._dynamo.decorators.skip`, a graph break in a function causes others,
+- `torch._guards.TracingContext`, errors in compiled code do not show the caller's line,
+- `node.meta["example_value"]`, dynamic sizes are not checked,
+- `free_unbacked_symbols`, sizes that depend on values are errors in compiled code.
 """
 
 import functools
@@ -42,25 +40,14 @@ import inspect
 import linecache
 import re
 import traceback
+import typing
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    ParamSpecArgs,
-    ParamSpecKwargs,
-    TypeVar,
-    Union,
-    Unpack,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import torch
 from jaxtyping import AnnotationError, Shaped, TypeCheckError, config, jaxtyped
@@ -105,9 +92,8 @@ def typecheck(target: _Target) -> _Target:
       and `forward` of the classes, so that no time is spent between layers. Public
       names are listed in `__all__` or, without it, do not begin with an underscore.
     - It does not check values, local variables, nested functions, static or class
-      methods, properties, generators, coroutines, or functions under a decorator.
-    - It does not check an annotation with `Self`, or (after a warning) with a name that
-      is not there yet. A class may name itself if the class is decorated.
+      methods, properties, generators, coroutines, functions under other decorators,
+      `Self`, and (after a warning) names that are not there yet.
 
     Raises:
         TypeError: the target is none of these, or a function without annotations or
@@ -254,12 +240,10 @@ def _wrapper(check: "_Check") -> Any:
         "$Tensor": Tensor,
         "$describe": _describe,
         "$show_value": _show_value,
-        "$show_size": _show_size,
     }
     for part in (*before.parts, *after.parts):
-        leaves = [
-            leaf for leaf in _leaves(part.hint) if not part.annotations.array(leaf)
-        ]
+        array = part.annotations.array
+        leaves = [leaf for leaf in _leaves(part.hint) if array(leaf) is None]
         # All classes, if one is not understood.
         names[part.classes] = sum([_classes(leaf) or (object,) for leaf in leaves], ())
     parameters, arguments = [], []
@@ -276,10 +260,10 @@ def _wrapper(check: "_Check") -> Any:
         names=", ".join(names),
         parameters=f"{inspect.Signature(parameters)}"[1:-1],
         arguments=", ".join(arguments),
-        seen=before.expression(_Part.described, "{}"),
-        found=after.expression(_Part.described, "{}"),
-        shown=before.expression(_Part.shown, "$show_size({})"),
-        shown_result=after.expression(_Part.shown, "$show_size({})"),
+        seen=before.expression(_Part.described),
+        found=after.expression(_Part.described),
+        shown=before.expression(_Part.shown),
+        shown_result=after.expression(_Part.shown),
     )
     made: dict[str, Any] = {}
     code = text.replace("$", "_typecheck_")
@@ -459,10 +443,6 @@ def _show_value(value: Any, kinds: tuple[type, ...]) -> _Item:
     return is_named, f"{type(value).__name__}", None
 
 
-def _show_size(size: Any) -> Any:
-    return size if isinstance(size, int) else None
-
-
 def _as_symbol(leaf: Any) -> Any:
     """Return what a compiler knows of a size: a symbol, or a number."""
     return leaf.node.meta["example_value"] if isinstance(leaf, torch.fx.Proxy) else leaf
@@ -489,8 +469,8 @@ class _Annotations:
                 for leaf in _leaves(hints[name]):
                     self.read(leaf)
             except (AnnotationError, SyntaxError) as error:
-                message = f"cannot read the annotation of {_place(self.function, name)}"
-                raise AnnotationError(f"{message}: {error}") from error
+                place = f"annotation of '{name}' in {self.function}"
+                raise AnnotationError(f"cannot read the {place}: {error}") from error
             self.parts.append(self.part(name, hints[name]))
 
     def part(self, name: str, hint: Any) -> _Part:
@@ -525,14 +505,11 @@ class _Annotations:
         axes: list[str] = array.dim_str.split()
         # Of each axis, without # and name=
         expressions = [f"{getattr(dim, 'elem', '')}" for dim in array.dims]
-        is_refused = (
-            array.array_type is not Tensor or array.dtypes != array.dtype.dtypes
-        )
-        for axis, text in zip(axes, expressions, strict=True):
-            rest = _BRACE.sub("0", text)
-            is_refused = is_refused or "{" in rest
-            compile(f"f'{rest}'" if "{" in rest else rest or "0", axis, "eval")
-        if is_refused:  # an array of arrays, or other braces
+        others = [_BRACE.sub("0", text) for text in expressions]
+        for axis, text in zip(axes, others, strict=True):
+            compile(f"f'{text}'" if "{" in text else text or "0", axis, "eval")
+        is_nested = array.dtypes != array.dtype.dtypes  # an array of arrays
+        if array.array_type is not Tensor or is_nested or "{" in "".join(others):
             return None
         for i, text in enumerate(expressions):
             named = _BRACE.sub(lambda brace: self.axis(brace[1]), text)
@@ -567,10 +544,9 @@ class _Annotations:
         kind = _OF_SYMBOL.get(kind, kind)
         return issubclass(kind, classes)
 
-    def expression(self, of_part: Callable[[_Part], str], of_size: str) -> str:
+    def expression(self, of_part: Callable[[_Part], str]) -> str:
         """Return the expression of a description."""
-        items = [of_part(part) for part in self.parts]
-        items += [of_size.format(size) for size in self.sizes]
+        items = [*map(of_part, self.parts), *self.sizes]
         return f"({''.join(f'{item}, ' for item in items)})"
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
@@ -597,7 +573,7 @@ def _is_tuple(hint: Any) -> bool:
         return False
     # Not one with unpacked items, as in tuple[*Items].
     return not any(
-        get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
+        get_origin(part) is typing.Unpack or getattr(part, "__unpacked__", False)
         for part in get_args(hint)
     )
 
@@ -688,30 +664,28 @@ class _Array:
         return dict(zip(columns, map(_number, shape), strict=True))
 
 
-def _place(function: str, name: str) -> str:
-    part = "the result" if name == "return" else f"parameter '{name}'"
-    return f"{part} of {function}"
-
-
 def _hints(function: Any, owner: Any) -> dict[str, Any]:
     """Return the annotations that can be checked."""
     names = {owner.__name__: owner} if isinstance(owner, type) else {}
     hints: dict[str, Any] = {}
     for name, annotation in function.__annotations__.items():
         one: Any = SimpleNamespace(__annotations__={name: annotation})
-        place = _place(f"{function.__module__}.{function.__qualname__}", name)
+        place = (
+            f"annotation of '{name}' in {function.__module__}.{function.__qualname__}"
+        )
         try:
-            hint = get_type_hints(
+            hint = typing.get_type_hints(
                 one, function.__globals__, names, include_extras=True
             )[name]
         except (NameError, AttributeError) as error:
-            warnings.warn(f"typecheck does not check {place}: {error}", stacklevel=5)
+            warnings.warn(f"typecheck ignores the {place}: {error}", stacklevel=5)
             continue
         except Exception as error:
-            raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
-        # By its text, because Python 3.10 has Self in typing_extensions only.
+            raise AnnotationError(f"cannot read the {place}: {error}") from error
         is_self = re.search(r"\.Self\b", repr(hint))
-        if not is_self and not isinstance(hint, (ParamSpecArgs, ParamSpecKwargs)):
+        if not is_self and not isinstance(
+            hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)
+        ):
             hints[name] = hint
     return hints
 
@@ -851,8 +825,9 @@ def _table(
     names = [column.name for column in columns]
     columns.sort(key=lambda column: (names.index(column.name), column.number))
     lines = [["", *map(str, columns)]]
-    for row in rows:
-        lines.append([row.place, *(f"{row.cells.get(each, '')}" for each in columns)])
+    lines += [
+        [row.place, *(f"{row.cells.get(c, '')}" for c in columns)] for row in rows
+    ]
     lines.append(["", *("^" * (each == wrong) for each in columns)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []

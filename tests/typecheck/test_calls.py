@@ -334,7 +334,7 @@ def test_an_annotation_that_cannot_be_read_is_an_error_that_names_the_parameter(
     wrong.__annotations__["y"] = annotation
     module = types.ModuleType(__name__)
     vars(module).update(right=right, wrong=wrong)
-    with pytest.raises(AnnotationError, match=r"parameter 'y' of .*wrong"):
+    with pytest.raises(AnnotationError, match=r"annotation of 'y' in .*wrong"):
         typecheck(module)
     assert module.right is right  # no half of a module is checked
 
@@ -374,8 +374,8 @@ def test_a_method_may_return_self_and_take_its_own_class():
 @pytest.mark.parametrize(
     ("annotation", "message"),
     [
-        ("Fractoin | None", "parameter 'of' of .*misspelled: name 'Fractoin'"),
-        ("torch.NotThere", "parameter 'of' .*no attribute 'NotThere'"),
+        ("Fractoin | None", "annotation of 'of' in .*misspelled: name 'Fractoin'"),
+        ("torch.NotThere", "annotation of 'of' .*no attribute 'NotThere'"),
     ],
 )
 def test_a_name_that_is_not_there_causes_a_warning_and_loses_only_itself(
