@@ -397,7 +397,7 @@ def test_a_name_that_is_not_there_causes_a_warning_and_loses_only_itself(
 
 
 class Asked(type):
-    """Its classes take everything, and count how often they are asked: by each judgment."""
+    """Its classes take everything, and count how often they are asked: by each check."""
 
     count = 0
 
@@ -411,8 +411,8 @@ class Anything(metaclass=Asked):
 
 
 @pytest.fixture
-def is_judged():
-    """Return a function that makes a call, and says whether it was judged."""
+def is_checked():
+    """Return a function that makes a call, and says whether it was checked."""
 
     @typecheck
     def remembered(
@@ -426,42 +426,42 @@ def is_judged():
     ) -> None:
         pass
 
-    def is_judged(length, *arguments, **named):
+    def is_checked(length, *arguments, **named):
         before = Asked.count
         remembered(ones(length), None, *arguments, **named)  # type: ignore[arg-type]
         return Asked.count > before
 
-    return is_judged
+    return is_checked
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, "1", int, len, [1], object(), None])
-def test_a_known_description_is_not_judged_again(value, is_judged):
-    assert is_judged(3, value, ignored=[])
-    assert not is_judged(3, value, ignored=())
-    assert is_judged(3, value, of=len)
-    assert not is_judged(3, value, of=len)
-    assert is_judged(4, value)
-    assert not is_judged(3, value)  # not only the call before is known
-    assert is_judged(3, value, mode=1)
+def test_a_known_description_is_not_checked_again(value, is_checked):
+    assert is_checked(3, value, ignored=[])
+    assert not is_checked(3, value, ignored=())
+    assert is_checked(3, value, of=len)
+    assert not is_checked(3, value, of=len)
+    assert is_checked(4, value)
+    assert not is_checked(3, value)  # not only the call before is known
+    assert is_checked(3, value, mode=1)
     with pytest.raises(TypeCheckError):
-        is_judged(3, value, mode=True)
+        is_checked(3, value, mode=True)
 
 
-def test_a_number_counts_by_its_type_and_a_tuple_by_its_items(is_judged):
-    assert is_judged(3, 0.5, (0.5, ones(2)))
+def test_a_number_counts_by_its_type_and_a_tuple_by_its_items(is_checked):
+    assert is_checked(3, 0.5, (0.5, ones(2)))
     for number in range(2000):  # more than the descriptions that are remembered
-        assert not is_judged(3, number + 0.5, (number / 2, ones(2)))
+        assert not is_checked(3, number + 0.5, (number / 2, ones(2)))
     with pytest.raises(TypeCheckError):
-        is_judged(3, 0.5, (ones(2), 0.5))
+        is_checked(3, 0.5, (ones(2), 0.5))
 
 
-def test_a_bounded_number_of_descriptions_is_remembered(is_judged):
+def test_a_bounded_number_of_descriptions_is_remembered(is_checked):
     for length in range(1024):
-        assert is_judged(length)
-    assert not is_judged(0)
-    assert is_judged(1024)  # one more than is remembered: the others are forgotten
-    assert is_judged(0)
-    assert not is_judged(1024)
+        assert is_checked(length)
+    assert not is_checked(0)
+    assert is_checked(1024)  # one more than is remembered: the others are forgotten
+    assert is_checked(0)
+    assert not is_checked(1024)
 
 
 @dataclasses.dataclass

@@ -2,7 +2,8 @@
 
 Each annotation of a list stands at each place of a signature: for an argument, for
 several, for keywords and for the result. The arguments of a call fit all of the list.
-Some calls change one of them, and jaxtyping and beartype judge these.
+Some calls change one of them. Others have arrays of random annotations, shapes and
+dtypes. jaxtyping and beartype check the same calls.
 """
 
 import random
@@ -186,28 +187,33 @@ def problem(function, arguments):
     return None
 
 
-def judged(annotations, draws):
+def changed_calls(annotations, draws):
     """Yield a function for each annotation, with right calls and some changed ones."""
     rng = random.Random(0)
     for i in range(len(annotations)):
         four = [annotations[i - k] for k in range(4)]
         hints, values = zip(*four, strict=True)
-
-        # typecheck has variables of the same names.
-        def function(x, call, *args, count, result, **kwargs):
-            return result
-
-        names = ("call", "args", "kwargs", "return")
-        function.__annotations__ = dict(zip(names, hints, strict=True))
-        function.__annotations__.update(x=Float[Tensor, "n d"], count=int)
-        checked, oracle = typecheck(function), jaxtyping_and_beartype(function)
         right = (ones(2, 3), *values)
         calls = [(*right, 3), (*right, 2)]
         for place in range(len(right)):
             for changed in rng.sample(with_changes(right, place), draws):
                 calls.append((*changed, 3))
-        for arguments in calls:
-            yield Case(checked, arguments, problem(oracle, arguments))
+        yield from compared(hints, calls)
+
+
+def compared(hints, calls):
+    """Yield the cases of these calls to a function with these annotations."""
+
+    # typecheck has variables of the same names.
+    def function(x, call, *args, count, result, **kwargs):
+        return result
+
+    names = ("call", "args", "kwargs", "return")
+    function.__annotations__ = dict(zip(names, hints, strict=True))
+    function.__annotations__.update(x=Float[Tensor, "n d"], count=int)
+    checked, oracle = typecheck(function), jaxtyping_and_beartype(function)
+    for arguments in calls:
+        yield Case(checked, arguments, problem(oracle, arguments))
 
 
 def jaxtyping_and_beartype(function):
@@ -215,22 +221,64 @@ def jaxtyping_and_beartype(function):
     return jaxtyped(function, typechecker=beartype(conf=an_int_is_a_float))
 
 
+AXES = ["n", "d", "2", "#n", "#d", "n+1", "_", "{count}", "2*{count}", "#{count}"]
+STARS = ["...", "*batch", "*#batch"]
+DTYPES: list[tuple[Any, torch.dtype]] = [
+    (Float, torch.float32),
+    (Float32, torch.float64),
+    (Int, torch.int64),
+    (Shaped, torch.bool),
+]
+
+
+def drawn(number, stars):
+    """Yield functions with random arrays as annotations, each with one random call.
+
+    Sizes are 1, 2 or 3, and half of them are those that the names have in most arrays.
+    """
+    rng = random.Random(1)
+    sizes = {"n": 2, "d": 3, "n+1": 3, "{count}": 3, "2*{count}": 6}
+
+    def array():
+        kind, dtype = rng.choice(DTYPES if rng.random() < 0.2 else DTYPES[:1])
+        axes = rng.choices(AXES, k=rng.randint(0, 3))
+        shape = []
+        for axis in axes:
+            size = sizes.get(axis.lstrip("#"), 2)
+            shape.append(size if rng.random() < 0.85 else rng.randint(1, 3))
+        if rng.random() < 0.5:
+            place = rng.randint(0, len(axes))
+            axes.insert(place, rng.choice(stars))
+            shape[place:place] = rng.choice([(), (2,), (3, 2), (3, 2), (1, 2)])
+        if rng.random() < 0.1:
+            shape = shape[1:]
+        return kind[Tensor, " ".join(axes)], ones(shape).to(dtype)
+
+    for _ in range(number):
+        four = [array() for _ in range(4)]
+        hints, values = zip(*four, strict=True)
+        yield from compared(hints, [(ones(2, 3), *values, 3)])
+
+
 @pytest.fixture(scope="module")
 def in_all_modes():
-    return [*judged(COMPARED_IN_ALL_MODES, draws=1)]
+    cases = [*changed_calls(COMPARED_IN_ALL_MODES, draws=1)]
+    return [*cases, *drawn(40, STARS[:2])]
 
 
 @pytest.fixture(scope="module")
 def with_static_sizes():
-    return [*judged(COMPARED_WITH_STATIC_SIZES, draws=3)]
+    cases = [*changed_calls(COMPARED_WITH_STATIC_SIZES, draws=1)]
+    return [*cases, *drawn(20, STARS)]
 
 
 @pytest.fixture(scope="module")
 def in_eager_mode():
-    return [*judged(COMPARED_IN_EAGER_MODE, draws=2)]
+    cases = [*changed_calls(COMPARED_IN_EAGER_MODE, draws=2)]
+    return [*cases, *drawn(60, STARS)]
 
 
-def test_eager_mode_judges_as_jaxtyping_and_beartype(in_all_modes, in_eager_mode):
+def test_eager_mode_decides_as_jaxtyping_and_beartype(in_all_modes, in_eager_mode):
     for case in (*in_all_modes, *in_eager_mode):
         assert problem(case.function, case.arguments) == case.problem, case
         if case.problem is None:  # it is remembered
@@ -249,11 +297,11 @@ def test_all_right_calls_compile_to_one_graph(in_all_modes, in_eager_mode):
     torch.compile(calls, backend="eager", fullgraph=True, dynamic=True)()
 
 
-def test_compiled_code_judges_wrong_calls_as_jaxtyping_and_beartype(
+def test_compiled_code_decides_wrong_calls_as_jaxtyping_and_beartype(
     in_all_modes, with_static_sizes
 ):
     """With fullgraph, so that no graph break leads to the checks of eager mode."""
-    for cases, dynamic in ((in_all_modes[::2], True), (with_static_sizes, False)):
+    for cases, dynamic in ((in_all_modes[::3], True), (with_static_sizes, False)):
         for case in (each for each in cases if each.problem is not None):
             torch._dynamo.reset()
             compiled = torch.compile(
@@ -263,7 +311,7 @@ def test_compiled_code_judges_wrong_calls_as_jaxtyping_and_beartype(
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.export
-def test_export_judges_as_jaxtyping_and_beartype(in_all_modes):
+def test_export_decides_as_jaxtyping_and_beartype(in_all_modes):
     cases = in_all_modes[::10]
 
     class Calls(nn.Module):
