@@ -167,10 +167,12 @@ def make({names}):
             # At a graph break, the compiler cuts a function in two, but no try block.
             # So Python runs the wrapper, and the function is compiled by itself.
             try:
-                $seen = {shown}
-                $show($seen)
+                from torch._dynamo.comptime import comptime as $comptime
+                $seen, $found = {shown}, None
+                $comptime($see)
                 $result = $function({arguments})
-                $show($seen, {shown_result})
+                $found = {shown_result}
+                $comptime($see)
                 return $result
             except Exception:
                 raise
@@ -220,11 +222,6 @@ def _wrapper(check: "_Check") -> Any:
         check.hide(run)
         check.see(context)
 
-    def show(seen: Any, found: Any = None) -> None:
-        from torch._dynamo.comptime import comptime
-
-        comptime(see)
-
     def by_jaxtyping(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         call = check.function if is_compiling() else check.by_jaxtyping
@@ -235,7 +232,7 @@ def _wrapper(check: "_Check") -> Any:
         "$call": by_jaxtyping if check.by_jaxtyping else check.function,
         "$last": check.last,
         "$check": run,
-        "$show": show,
+        "$see": see,
         "$is_compiling": is_dynamo_compiling,
         "$Tensor": Tensor,
         "$describe": _describe,
@@ -334,7 +331,8 @@ class _Check:
 
     def see(self, context: Any) -> None:
         """Check a call of which the compiler has traced the arguments, or the result."""
-        shown = [context.get_local(name).as_proxy() for name in ("seen", "found")]
+        names = ("_typecheck_seen", "_typecheck_found")
+        shown = [context.get_local(name).as_proxy() for name in names]
         try:
             message = self.message(*map_aggregate(shown, _as_symbol))
         except AnnotationError:  # it needs a size that the compiler does not show
@@ -410,7 +408,11 @@ class _Part(NamedTuple):
         # The compiler does not say whether a tensor is the default.
         if not self.has_array() or isinstance(self.default, Tensor):
             return "None"
-        return self.unless_default(f"$show_value({self.value}, {self.classes})")
+        item = f"$show_value({self.value}, {self.classes})"
+        if self.annotations.array(self.hint):  # at once, what $show_value returns
+            shape = f"(False, {self.value}.dtype, tuple({self.value}.shape))"
+            item = f"{shape} if isinstance({self.value}, $Tensor) else {item}"
+        return self.unless_default(item)
 
     def has_array(self) -> bool:
         return any(self.annotations.array(leaf) for leaf in _leaves(self.hint))
