@@ -277,6 +277,12 @@ TABLES = [
         (QUERY.int(), QUERY),
         'q must be Float[Tensor, "*batch query d"], got int32 of shape (2, 3, 5, 2)',
     ),
+    (
+        (QUERY, [QUERY]),
+        "   *batch[-2]  *batch[-1]  query  d\n"
+        "q           2           3      5  2\n"
+        'k must be Float[Tensor, "*#batch key d"], got list',
+    ),
 ]
 
 
@@ -289,7 +295,7 @@ def test_the_message_is_the_line_of_the_call_and_a_table_of_axes(arguments, tabl
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("arguments", "table"), [TABLES[0], TABLES[2], TABLES[3]])
+@pytest.mark.parametrize(("arguments", "table"), [TABLES[0], TABLES[2], TABLES[5]])
 def test_with_fullgraph_torchs_error_has_the_same_message(dynamic, arguments, table):
     call = torch.compile(call_scores, backend="eager", fullgraph=True, dynamic=dynamic)
     with pytest.raises(RuntimeError) as caught:
@@ -299,6 +305,21 @@ def test_with_fullgraph_torchs_error_has_the_same_message(dynamic, arguments, ta
     count = len(table.splitlines())
     found = " ".join(lines[first + 1 : first + 1 + count]).removesuffix(".")
     assert found.split() == table.split()
+
+
+def test_axes_of_batch_stand_in_their_order_where_a_later_row_has_more():
+    @typecheck
+    def wrong(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        return ones(2, 4, 3)
+
+    with pytest.raises(TypeCheckError) as caught:
+        wrong(x)
+    assert str(caught.value).partition("\n")[2] == (
+        "              *batch[-2]  *batch[-1]  n\n"
+        "x                                  2  3\n"
+        "return value           2           4  3\n"
+        "                                   ^  *batch[-1] is 2 in x"
+    )
 
 
 def test_a_traceback_has_no_frames_of_typecheck():
