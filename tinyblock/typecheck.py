@@ -218,14 +218,14 @@ def _wrapper(check: "_Check") -> Any:
         __tracebackhide__ = True
         check.run(seen, found)
 
-    def see(context: Any) -> None:
-        check.hide(run)
-        check.see(context)
-
     def by_jaxtyping(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         call = check.function if is_compiling() else check.by_jaxtyping
         return call(*args, **kwargs)
+
+    def see(context: Any) -> None:
+        check.hide(run, by_jaxtyping)
+        check.see(context)
 
     names: dict[str, Any] = {
         "$function": check.function,
@@ -340,7 +340,7 @@ class _Check:
         if message:
             context.graph_break(f"TypeCheckError: {message}")
 
-    def hide(self, run: Callable[..., None]) -> None:
+    def hide(self, *functions: Any) -> None:
         """Keep the compiler from tracing the checks of eager mode, after a graph break.
 
         It traces none of them, but still compiles `function`, which the wrapper calls.
@@ -351,7 +351,7 @@ class _Check:
             vars(self)["learn"] = torch.compiler.disable(self.learn)
             if self.by_jaxtyping is not None:
                 self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
-        for each in (run, _Check.run, _describe):
+        for each in [*functions, _Check.run, _describe]:
             skip(each)
 
     def message(self, seen: _Description, found: _Description | None = None) -> str:
@@ -426,7 +426,10 @@ class _Part(NamedTuple):
 def _describe(value: Any, by_value: bool = False) -> _Item:
     kind = value.__class__
     if isinstance(value, Tensor):
-        return kind, value.dtype, value.shape
+        try:
+            return kind, value.dtype, value.shape
+        except RuntimeError:  # a nested tensor, or a lazy one, has no shape
+            return kind, None, None
     if isinstance(value, tuple):
         return kind, tuple([_describe(item, by_value) for item in value]), None
     if by_value and isinstance(value, _LITERALS):

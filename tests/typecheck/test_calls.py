@@ -570,3 +570,8 @@ def test_in_compiled_code_a_refused_part_loses_only_itself():
         call(w, w)
     with raises("y"):
         call(w, x)
+    broken = torch.compile(
+        parts, backend="eager"
+    )  # after a graph break, jaxtyping checks
+    with raises("return value"):
+        broken(w, w)
