@@ -36,6 +36,7 @@ TESTS = {
     "scripts/accuracy": ["tests/compare"],
     "scripts/compare": ["tests/compare", "tests/test_figures.py"],
     "scripts/diverg": ["tests/diverge"],  # diverge.py, diverging/
+    "scripts/mutants": ["tests/lab"],
     "scripts/peers": ["tests/compare"],
     "scripts": ["tests/profiling", "tests/lab"],
     "examples": ["tests/examples"],
