@@ -267,7 +267,8 @@ def test_a_checkpoint_of_nanogpt_has_an_equal_loss():
     for weight in theirs.parameters():
         nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.2)
     ours = NanoGPT(config, page["block"]).double()
-    state = page["renamed"](theirs.state_dict())
+    compiled = {f"_orig_mod.{name}": each for name, each in theirs.state_dict().items()}
+    state = page["renamed"](compiled)
     ours.load_state_dict(state)
     tokens, targets = torch.randint(50, (2, 3, 20))
     torch.testing.assert_close(
