@@ -123,6 +123,12 @@ EXPLAINED = [
     ),
     (
         "attention",
+        "k = self.split(self.k_proj(x))\n        v = self.split(self.v_proj(x))",
+        "v = self.split(self.k_proj(x))\n        k = self.split(self.v_proj(x))",
+        "wk, wv = wv, wk",
+    ),
+    (
+        "attention",
         ".tril()",
         "",
         "shown = torch.ones(seq, seq, dtype=torch.bool)",

@@ -172,6 +172,8 @@ def orders(
     before: tuple[str, ...], run: set[int], arguments: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
     """Yield the lines with one elsewhere, left out, twice, for another name, or more."""
+    if not run:
+        return
     start = min(run)
     for number in sorted(run):
         line = before[number]
@@ -192,11 +194,19 @@ def orders(
             for other in "qkv":  # rope(v), as rope(k) before
                 new = re.sub(rf"\b{target}\b", other, line)
                 yield (*before[: number + 1], new, *before[number + 1 :])
+    for line in other_arguments(arguments):
+        yield (*before[:start], f"    {line}", *before[start:])
+
+
+def other_arguments(arguments: tuple[str, ...]) -> Iterator[str]:
+    """Yield lines that exchange two arguments, or give one another value."""
+    for one, other in itertools.combinations(arguments, 2):
+        if KIND_OF.get(one) == KIND_OF.get(other) in ("weight", None):
+            yield f"{one}, {other} = {other}, {one}"
     for name in arguments:
         values = other_values(name, KIND_OF.get(name, "tensor"), arguments)
         for new in (*values, *other_numbers(name, arguments)):
-            line = f"    {name} = {ast.unparse(ast.parse(new))}"
-            yield (*before[:start], line, *before[start:])
+            yield f"{name} = {ast.unparse(ast.parse(new))}"
 
 
 def value_changes(

@@ -143,12 +143,12 @@ def shown(change: Change) -> Line:
             *(f"    {line}" for line in textwrap.dedent("\n".join(old)).splitlines()),
         ]
     return [
-        f"{label if number == 0 else '':28}{line.strip()}"
+        f"{label if number == 0 else '':28}{line}"
         for label, lines in (
             ("your numbers are those of", old),
             ("with this change:", new),
         )
-        for number, line in enumerate(lines)
+        for number, line in enumerate(textwrap.dedent("\n".join(lines)).splitlines())
     ]
 
 
@@ -160,5 +160,5 @@ def largest_and_smallest(seen: dict[str, Observation], wrong: list[str]) -> str:
         if each.result is not None and not each.is_wrong
     ]
     if not right:
-        return "no case passes"
+        return f"no case of {seen[wrong[0]].case.name} passes"
     return f"the largest case that passes: {right[-1]}; the smallest that fails: {wrong[0]}"

@@ -23,8 +23,8 @@ UNTESTED = (
     "graph, in the layer or in an adapter"
 )
 BEYOND = (
-    '-m "not numbers" tests what tinyblock promises beyond this: a right layer fails if it '
-    "has no reset_parameters, accepts wrong options, or casts its table of RoPE. "
+    '-m "not numbers" tests what tinyblock promises beyond this: a right layer fails if it, '
+    "for example, has no reset_parameters, accepts wrong options, or casts its table of RoPE. "
     'Initial weights alone: -m "not numbers" -k initial_weights'
 )
 

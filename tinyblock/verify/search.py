@@ -109,7 +109,10 @@ def observe(cases: dict[str, Any]) -> dict[str, Observation]:
         seen = Observation(case, x, weights, None, False, torch.tensor(True))
         try:
             right = seen.of(FORMS[case.name][0].formula)
-        except TypeError:  # an edited page has another option
+        except (
+            KeyError,
+            TypeError,
+        ):  # other names of weights; an option of an edited page
             continue
         seen.compared = right.isfinite()
         with contextlib.suppress(Exception):
