@@ -26,18 +26,19 @@ If an annotation is more than classes, arrays of torch.Tensor, tuples and unions
 None, Any, Literal, and Callable, jaxtyping and beartype check each call of the function
 in eager mode, and compiled code leaves this annotation unchecked.
 
-These names are not part of torch's public interface. Without
+These names are not part of torch's public interface. If one goes, compiled code lacks
 
-- `torch._dynamo.comptime`, compiled code is not checked,
-- `torch._dynamo.decorators.skip`, a graph break in a function causes others,
-- `torch._guards.TracingContext`, errors in compiled code do not show the caller's line,
-- `node.meta["example_value"]`, dynamic sizes are not checked,
-- `free_unbacked_symbols`, sizes that depend on values are errors in compiled code.
+- `torch._dynamo.comptime`: the checks,
+- `torch._dynamo.decorators.skip`: one graph in place of several, after a graph break,
+- `torch._guards.TracingContext`: the caller's line in an error,
+- `node.meta["example_value"]`: the checks of dynamic sizes,
+- `free_unbacked_symbols`: right calls with sizes that depend on values.
 """
 
 import functools
 import inspect
 import linecache
+import os
 import re
 import traceback
 import typing
@@ -67,12 +68,12 @@ _SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)
 _OF_SYMBOL: Any = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
 _EMPTY = inspect.Parameter.empty
-_BRACE = re.compile(r"(?<!\w)\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?!\w)")
+_BRACE = re.compile(r"(?<![\w}])\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?![\w{])")
 # The frames of these are not the caller's.
 _NOT_THE_CALLER = (
     "<typecheck of",
     (lambda: 0).__code__.co_filename,
-    str(Path(torch.__file__).parent),
+    f"{Path(torch.__file__).parent}{os.sep}",
 )
 
 
@@ -296,7 +297,8 @@ class _Check:
         hints = _hints(function, owner)
         self.before = _Annotations(self, hints, is_result=False)
         self.after = _Annotations(self, hints, is_result=True)
-        self.known: dict[_Description, _Description] = {}  # of arguments -> of a result
+        # Of the arguments of right calls, each with None and with the results.
+        self.known: set[tuple[_Description, _Description | None]] = set()
         self.last: list[Any] = [(None, None)]  # those of the call before
         self.by_jaxtyping: Any = None
         if self.before.is_refused or self.after.is_refused:
@@ -308,10 +310,10 @@ class _Check:
         if self.by_jaxtyping is not None:  # which checks each call
             return
         try:
-            expected = self.known.get(seen)
+            is_known = (seen, found) in self.known
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
-            expected = None
-        if expected is None or (found is not None and found != expected):
+            is_known = False
+        if not is_known:
             self.learn(seen, found)
         elif found is not None:
             self.last[0] = seen, found
@@ -324,9 +326,9 @@ class _Check:
             raise TypeCheckError(message)
         if found is None or is_compiling() or _has_symbols((seen, found)):
             return
-        if len(self.known) >= _MAX_DESCRIPTIONS:
+        if len(self.known) >= 2 * _MAX_DESCRIPTIONS:
             self.known.clear()
-        self.known[seen] = found
+        self.known |= {(seen, None), (seen, found)}
         self.last[0] = seen, found
 
     def see(self, context: Any) -> None:
@@ -806,7 +808,8 @@ def _mark(
         _, reason = _origin(_Column(column.name), [*rows, row])
         return column, reason
     for column in (column for other in rows for column in other.cells):
-        if column.name == row.array.star_name:
+        is_named = not column.name.startswith((".", "_"))
+        if is_named and column.name == row.array.star_name:
             size, (expected, reason) = row.cells.get(column), _origin(column, rows)
             may_be_1 = row.array.may_broadcast and size in (None, 1)
             if size != expected and not may_be_1:

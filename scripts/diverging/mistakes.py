@@ -35,6 +35,7 @@ class Pair:
     same_weights: bool
     input: float
     result: float
+    in_order: bool = True  # the first inputs have their numbers in the same order
 
     @property
     def names(self) -> str:
@@ -58,7 +59,8 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
         sizes = [[list(each.shape) for each in tensors] for tensors in inputs]
         raise Refused(
             f"both models must get the same input, got tensors of {sizes[0]} and "
-            f"{sizes[1]}; draw them with a torch.Generator of the same seed"
+            f"{sizes[1]} with other numbers; draw them with a torch.Generator of the "
+            "same seed"
         )
     a, b = ours.run_wide(), theirs.run_wide()
     if a.result.numel() != b.result.numel():
@@ -81,7 +83,8 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     off = error(a.result, b.result)
     if off > TOLERANCE:
         return wrong_in_forward(a, pairs, off, {pair.ours.module for pair in others})
-    line = f"OTHER WEIGHTS in {len(others)} modules, else the same function"
+    modules = "1 module" if len(others) == 1 else f"{len(others)} modules"
+    line = f"OTHER WEIGHTS in {modules}, else the same function"
     columns = ["module", "partner", "result off by"]
     rows = [[pair.ours.name, pair.theirs.name, pair.result] for pair in others]
     return Answer(line, 1, columns, rows)
@@ -113,6 +116,11 @@ def partners(ours: Run, theirs: Run, exchanged: dict[nn.Module, Pair]) -> list[P
             same_weights=key(one.module) == key(other.module),
             input=difference(values(one.inputs), values(other.inputs)),
             result=difference(values(one.results), values(other.results)),
+            in_order=not values(one.inputs)
+            or any(
+                error(values(one.inputs)[0], each) <= TOLERANCE
+                for each in values(other.inputs)
+            ),
         )
 
     *own, model = ours.calls
@@ -181,9 +189,9 @@ def difference(
 def wrong_in_forward(
     run: Run, pairs: list[Pair], off: float, others: set[nn.Module]
 ) -> Answer:
-    """Name the innermost pair with the same input and another result.
+    """Name the innermost pair with the same input, in the same order, and another result.
 
-    Also name the first pair in it that has another input, if there is one.
+    Also name the first pair in it that has another input or order, if there is one.
     off: how far the result of the model is off.
     others: modules with other weights.
     """
@@ -193,7 +201,8 @@ def wrong_in_forward(
         for pair in pairs
         if pair.result > TOLERANCE and first_node(pair.ours.results) in leaks
     ]
-    place = next((pair for pair in wrong if pair.input <= TOLERANCE), pairs[-1])
+    same = (pair for pair in wrong if pair.input <= TOLERANCE and pair.in_order)
+    place = next(same, pairs[-1])
     line = (
         f"MISTAKE in forward, in {place.names}: its result is off by "
         f"{place.result:.1e}, the model's by {off:.1e}"
@@ -343,6 +352,9 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
         zeros = torch.zeros(3, dtype=torch.float64)
         return sum((sums[each] for each in call.module.parameters()), zeros)
 
+    def held(call: Call) -> int:
+        return sum({hash_of(each) for each in call.module.parameters()}) % 2**64
+
     calls = [*ours.calls, *theirs.calls]
     uses = Counter(w for call in calls for w in call.module.parameters(recurse=False))
     norms = [each.norm().item() for call in calls for each in gradients(call.results)]
@@ -355,7 +367,10 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
         off = difference(gradients(one.inputs), gradients(other.inputs), least)
         weights = [*one.module.parameters(), *other.module.parameters()]
         is_shared = any(uses[each] > 1 for each in weights)
-        if pair.same_weights and (pair is pairs[-1] or not is_shared):
+        is_comparable = pair.same_weights and not is_shared
+        if pair is pairs[-1]:  # tied weights count once
+            is_comparable = held(one) == held(other)
+        if is_comparable:
             exact = total(other)
             sums_off = (total(one) - exact)[1:].norm().item()
             off = max(off, sums_off / max(exact[0].sqrt().item(), least))

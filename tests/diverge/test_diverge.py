@@ -183,6 +183,7 @@ FORWARD = {
     "no mask": "blocks.1.attention (layers.1.attention)",
     "window": "blocks.1.attention (layers.1.attention)",
     "scale": "blocks.1.attention (layers.1.attention)",
+    "heads not transposed": "blocks.1.attention (layers.1.attention)",
     "o transposed": "blocks.1.attention.o (layers.1.attention.o)",
     "gate and up exchanged": "blocks.1.ffn (layers.1.ffn)",
     "gelu": "blocks.1.ffn (layers.1.ffn)",
@@ -212,6 +213,17 @@ def test_a_mistake_in_forward_is_named_in_its_module(wrong):
 def test_a_mistake_in_backward_is_named_in_its_module(wrong):
     found = compared(lambda: fused(wrong, tied=True), lambda: plain(tied=True))
     require(found, f"MISTAKE in backward, in {BACKWARD[wrong]}: its gradients", 1)
+
+
+def test_a_detached_head_is_a_mistake_of_backward_though_it_has_no_module():
+    def ours():
+        model, inputs = fused(tied=True)
+        del model.output
+        model.output = lambda x: x @ model.tokens.weight.detach().mT
+        return model, inputs
+
+    found = compared(ours, lambda: plain(tied=True))
+    require(found, "MISTAKE in backward, in the model (the model)", 1)
 
 
 def test_a_forward_without_gradients_is_a_mistake_of_backward():
@@ -277,7 +289,7 @@ def test_a_norm_that_a_port_forgot_is_a_mistake():
 )
 def test_a_weight_that_was_not_loaded_is_named(wrong, module):
     found = compared(lambda: fused(wrong), plain)
-    require(found, "OTHER WEIGHTS in 1 modules, else the same function", 1)
+    require(found, "OTHER WEIGHTS in 1 module, else the same function", 1)
     assert [row[0] for row in found.rows] == [module]
 
 
@@ -549,7 +561,7 @@ def on_path(tmp_path, monkeypatch):
     ("ours", "exit_code", "printed"),
     [
         ("build", 0, "SAME FUNCTION"),
-        ("other", 1, "OTHER WEIGHTS in 1 modules"),
+        ("other", 1, "OTHER WEIGHTS in 1 module"),
         ("no_inputs", 2, "a model and its inputs"),
         ("missing", 2, "has no missing"),
         ("lowering", 2, "its eager form"),

@@ -169,7 +169,8 @@ class FusedAttention(nn.Module):
         if "q scaled" in wrong:  # which is right
             q, scale = q * D_HEAD**-0.5, 1.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return self.o(y.transpose(1, 2).flatten(2))
+        y = y if "heads not transposed" in wrong else y.transpose(1, 2)
+        return self.o(y.reshape(x.shape))
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:

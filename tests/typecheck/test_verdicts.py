@@ -119,6 +119,7 @@ COMPARED_IN_EAGER_MODE: list[tuple[Any, Any]] = [
     (Pair[Alias], (ones(2, 3), ones(2, 3))),
     (Positive, ones(2)),
     (Float[Tensor, "{count!s}*{len(args)} ..."], ones(3, 1)),
+    (Float[Tensor, "{count}{count} ..."], ones(33, 1)),
     (Float[Tensor, "#{count!r} 2*{count:d}+n _"], ones(1, 8, 2)),
     (Float[Tensor, " {max(count,(lambda:2)())}"], ones(3)),
     (int, 2),
