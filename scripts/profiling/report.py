@@ -132,10 +132,14 @@ def losses(profile: Profile) -> str:
     if profile.parts_are_eager:  # and the total is not
         return ""
     if profile.others > NOISE:
-        return _wrapped(
+        said = _wrapped(
             f"Other programs took {share(profile.others, 2)} of the time, or the model "
-            "waited without working. Limits and reasons would be wrong: measure again."
+            "waited without working. Limits and reasons would be wrong: measure again. "
+            "The slowest operations of the slowest parts:"
         )
+        slowest = [row for row in _losing(profile)[:3] if row.operations]
+        shown = [_wrapped(f"{row.name}: {_operations(row)}", "  ") for row in slowest]
+        return "\n".join([said, *shown])
     lines = ["Most time lost against the roofline, and why:"]
     for row in _losing(profile)[:3]:
         lost = row.total_s - row.least_s
