@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from .measure import Profile
 from .parts import NO_PART
 from .rows import Row, folded
+from .runs import NOISE
 
 LABELED = 12  # parts with a marker of their own
 BARS = 20  # at most
@@ -20,7 +21,10 @@ def draw(profile: Profile) -> Figure:
     longest = max(len(row.name) for row in bars)
     width = 13 + 0.15 * max(0, longest - 20)  # leaves room beside long names
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(profile.title, fontsize=11, fontweight="bold")
+    title = profile.title
+    if profile.others > NOISE:
+        title += f" (other programs took {share(profile.others, 2)} of the time)"
+    figure.suptitle(title, fontsize=11, fontweight="bold")
     figure.supxlabel(profile.machine, fontsize=8)
     left, right = figure.subplots(1, 2)
     _roofline(left, profile)
@@ -62,7 +66,7 @@ def _roofline(axes: Axes, profile: Profile) -> None:
         _name(axes, f"{dtype} matmul", (ridge, flops_per_s), above=True)
     _name(axes, "memory copy", (roof[0], allowed[0]), above=False)
     axes.set(
-        xlabel="FLOPs per byte (parts without known FLOPs are not shown)",
+        xlabel="FLOPs per byte (parts without FLOPs, or with unknown ones, are not shown)",
         ylabel="FLOPs per second",
         title="How far from the roof?",
     )
@@ -113,7 +117,10 @@ def _times(axes: Axes, rows: list[Row], total: Row) -> None:
             names, backward, left=forward, color="C0", alpha=0.5, label="backward"
         )
     axes.barh(names, other, color="C1", label="no part of the model")
-    axes.barh(names, least, fill=False, linewidth=1.5, label="least time, by the roof")
+    known = [(name, ms) for name, ms in zip(names, least, strict=True) if ms]
+    if known:
+        some, limits = zip(*known, strict=True)
+        axes.barh(some, limits, fill=False, lw=1.5, label="least time, by the roof")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.legend(fontsize=8)

@@ -20,8 +20,11 @@ def axes_of(*rows):
     """Draw rows of 5 s in total, and return the axes of the roofline and of the bars."""
     whole = Row("total", total_s=5.0)
     profile: Any = SimpleNamespace(title="a model", machine="a machine", rates=RATES)
-    profile.rows, profile.whole = rows, whole
-    return draw(profile).axes
+    profile.rows, profile.whole, profile.others = rows, whole, 0.37
+    figure = draw(profile)
+    title = "a model (other programs took 37% of the time)"
+    assert figure.get_suptitle() == title
+    return figure.axes
 
 
 def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
@@ -68,7 +71,7 @@ def test_bars_are_passes_in_ms_and_what_is_no_part():
         "forward": [125, 250, 0, 0],
         "backward": [375, 750, 0, 0],
         "no part of the model": [0, 0, 250, 250],
-        "least time, by the roof": [250, 0, 250, 0],
+        "least time, by the roof": [250, 250],
     }
     # Backward begins where forward ends.
     assert [bar.get_x() for bar in backward] == list(forward.datavalues)
