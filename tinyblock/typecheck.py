@@ -204,7 +204,7 @@ def _checked(function: Any, owner: Any = None) -> Any:
     check = _Check(function, owner)
     wrapper = _wrapper(check)
     functools.update_wrapper(wrapper, function)
-    wrapper.__typechecked__ = wrapper
+    wrapper.__typechecked__ = True
     # Dynamo counts the recompilations of each code object, and reports them by its name.
     wrapper.__code__ = wrapper.__code__.replace(co_name=check.name)
     return wrapper

@@ -35,7 +35,6 @@ class Pair:
     same_weights: bool
     input: float
     result: float
-    in_order: bool = True  # the first inputs have their numbers in the same order
 
     @property
     def names(self) -> str:
@@ -116,11 +115,6 @@ def partners(ours: Run, theirs: Run, exchanged: dict[nn.Module, Pair]) -> list[P
             same_weights=key(one.module) == key(other.module),
             input=difference(values(one.inputs), values(other.inputs)),
             result=difference(values(one.results), values(other.results)),
-            in_order=not values(one.inputs)
-            or any(
-                error(values(one.inputs)[0], each) <= TOLERANCE
-                for each in values(other.inputs)
-            ),
         )
 
     *own, model = ours.calls
@@ -201,7 +195,7 @@ def wrong_in_forward(
         for pair in pairs
         if pair.result > TOLERANCE and first_node(pair.ours.results) in leaks
     ]
-    same = (pair for pair in wrong if pair.input <= TOLERANCE and pair.in_order)
+    same = (pair for pair in wrong if pair.input <= TOLERANCE and is_in_order(pair))
     place = next(same, pairs[-1])
     line = (
         f"MISTAKE in forward, in {place.names}: its result is off by "
@@ -214,6 +208,12 @@ def wrong_in_forward(
     if inside:
         line += f"; it shows first in {inside[0]}"
     return table_around(place, pairs, line)
+
+
+def is_in_order(pair: Pair) -> bool:
+    """Say whether the first input equals one of theirs without a permutation."""
+    ours, theirs = values(pair.ours.inputs), values(pair.theirs.inputs)
+    return not ours or any(error(ours[0], each) <= TOLERANCE for each in theirs)
 
 
 def one_holds_all(pair: Pair) -> bool:
