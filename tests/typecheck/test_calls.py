@@ -476,6 +476,22 @@ def test_a_number_counts_by_its_type_and_a_tuple_by_its_items(is_checked):
         is_checked(3, 0.5, (ones(2), 0.5))
 
 
+def test_all_results_of_equal_calls_are_remembered():
+    results = [None, ones(2)] * 2
+    probe: Any = None
+
+    @typecheck
+    def alternating(x: Anything) -> Float[Tensor, " n"] | None:
+        return results.pop()
+
+    alternating(probe)
+    alternating(probe)
+    before = Asked.count
+    alternating(probe)
+    alternating(probe)
+    assert Asked.count == before
+
+
 def test_a_bounded_number_of_descriptions_is_remembered(is_checked):
     for length in range(1024):
         assert is_checked(length)
