@@ -243,11 +243,13 @@ def test_a_page_tells_all_other_changes_apart(layer):
     seen = observations_of(layer, SOLUTIONS / "real_tables", cases)
     name = seen[0].case.name
     seen = [each for each in seen if each.case.name == name]
-    groups = [list(changes_in(search.FORMS[name], seen))]
+    changes = list(changes_in(search.FORMS[name], seen))
+    functions = parts_of(changes, search.elsewhere(seen, batch=(3,)), 1e-9)
+    groups = [[function[0] for function in functions]]
+    members = {function[0][1]: function for function in functions}
     for each in reversed(seen):  # the last alone tells most of them apart
-        groups = [
-            part for group in groups if len(group) > 1 for part in parts_of(group, each)
-        ]
+        parts = (part for group in groups for part in parts_of(group, each))
+        groups = [part for part in parts if len(part) > 1]
     found = []
     for group in groups:
         form, change = group[0]
@@ -255,9 +257,8 @@ def test_a_page_tells_all_other_changes_apart(layer):
         is_right = all(
             each.agrees_with(result) for each, result in zip(seen, results, strict=True)
         )
-        functions = parts_of(group, search.elsewhere(seen, batch=(3,)), 1e-9)
-        if not is_right and len(functions) > 1:
-            found.append({shortest_line(function) for function in functions})
+        if not is_right:
+            found.append({shortest_line(members[first]) for _, first in group})
     assert found == NOT_TOLD_APART[layer]
 
 
