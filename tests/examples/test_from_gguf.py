@@ -115,4 +115,4 @@ def test_smollm2_has_the_logits_of_transformers(monkeypatch):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=torch.float32
     )
-    assert_equal(from_gguf.load(str(SMOLLM2)), theirs)
+    assert_equal(from_gguf.load(str(SMOLLM2)), theirs, seq=9)  # of 135 M parameters

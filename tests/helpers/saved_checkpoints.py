@@ -121,10 +121,10 @@ def gguf_weights(model):
 
 
 @torch.no_grad()
-def assert_equal(ours, theirs):
+def assert_equal(ours, theirs, seq=100):
     """Compare logits in float64. A GGUF file has factors of frequencies in float32."""
     ours, theirs = copy.deepcopy(ours).double(), copy.deepcopy(theirs).double()
-    tokens = torch.randint(257, (2, 100))
+    tokens = torch.randint(257, (2, seq))
     own = ours.transformer.rope.frequencies()
     rotary = theirs.model.rotary_emb
     torch.testing.assert_close(rotary.inv_freq, own, rtol=2.0**-18, atol=0)

@@ -117,12 +117,6 @@ EXPLAINED = [
     ),
     (
         "attention",
-        "self.v_proj(x)",
-        "self.k_proj(x)",
-        "v = x @ wk.T",
-    ),
-    (
-        "attention",
         "k = self.split(self.k_proj(x))\n        v = self.split(self.v_proj(x))",
         "v = self.split(self.k_proj(x))\n        k = self.split(self.v_proj(x))",
         "wk, wv = wv, wk",
@@ -209,7 +203,6 @@ def test_a_wrong_layer_is_explained_by_a_change(layer, right, wrong, line, tmp_p
         ("block", "return y", "return y + y"),
         # Two changes.
         ("ffn", "gate * torch.sigmoid(gate) * self.w3(x)", "gate + 3 * self.w3(x)"),
-        ("attention", "k, v, causal", "q, v + k, causal"),
     ],
 )
 def test_nothing_is_said_of_two_changes_or_where_two_explain(
