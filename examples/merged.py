@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from language_model import CachedAttention, LanguageModel
 from torch import Tensor, nn
 
-from tinyblock import CausalMultiHeadSelfAttention, SwiGLU
+from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, SwiGLU
 from tinyblock.attention import Linear as AttentionLinear
 from tinyblock.ffn import Linear
 
@@ -90,16 +89,22 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `project` of attention returns."""
     qkv = product(x, self.q_proj, self.k_proj, self.v_proj)
-    split = "... seq (heads d_head) -> ... heads seq d_head"
-    heads = rearrange(qkv, split, d_head=self.d_head)
+    heads = qkv.unflatten(-1, (-1, self.d_head)).transpose(-2, -3)
     num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
     q, k, v = heads.split(num_heads, dim=-3)
-    q, k = self.q_norm(q), self.k_norm(k)
     rope = self.rope
-    if rope is None:
-        return q, k, v
     if token_positions is not None:  # the heads of a token share its position
         token_positions = token_positions.unsqueeze(-2)
+    has_norms = not isinstance(self.q_norm, nn.Identity)
+    rotate = getattr(type(rope), "forward", None)
+    if rotate is RotaryPositionalEmbedding.forward and not has_norms:
+        # It rotates all heads alike, so q and k together. One call takes less time.
+        q_and_k = rope(heads[..., : -self.num_kv_heads, :, :], token_positions)
+        q, k = q_and_k.split(num_heads[:2], dim=-3)
+        return q, k, v
+    q, k = self.q_norm(q), self.k_norm(k)
+    if rope is None:
+        return q, k, v
     return rope(q, token_positions), rope(k, token_positions), v
 
 

@@ -31,6 +31,10 @@ class Clamped(SwiGLU):
         return super().forward(x).clamp(-0.1, 0.1)
 
 
+def scale_heads(x, token_positions):
+    return x * torch.linspace(0.1, 2, x.shape[-3])[:, None, None]
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "a key head per head": {},
     "shared key heads, q/k norm and a head size": {
@@ -44,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "window": 3,
         "theta": None,
     },
+    "a rope that tells heads apart": {"theta": None, "rope": scale_heads},
     "layers without a merged form": {"ffn": Clamped, "tied": True},
     "no gate": {"ffn": FeedForward},
 }
