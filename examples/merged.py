@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from language_model import CachedAttention, LanguageModel
 from torch import Tensor, nn
 
@@ -33,7 +34,10 @@ PLAIN = (nn.Linear, Linear, AttentionLinear)
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Merge q, k and v, and w1 and w3, in place. Other kinds of layers stay as they are.
+    """Merge q, k and v, and w1 and w3, in place.
+
+    Other kinds of layers stay as they are, and attention without RoPE, or with a rope
+    that is not tinyblock's.
 
     Raises:
         ValueError: a projection has an adapter or a hook, or is quantized.
@@ -42,7 +46,9 @@ def merge(model: nn.Module) -> None:
     for layer in model.modules():
         kind: Any = type(layer)
         changed: Any = layer
-        if getattr(kind, "project", None) in projects:
+        rotate = getattr(type(getattr(layer, "rope", None)), "forward", None)
+        is_rope = rotate is RotaryPositionalEmbedding.forward
+        if is_rope and getattr(kind, "project", None) in projects:
             join(layer, "q_proj", "k_proj", "v_proj")
             changed.project = MethodType(project, layer)
         elif kind.forward is SwiGLU.forward:
@@ -92,20 +98,16 @@ def project(
     heads = qkv.unflatten(-1, (-1, self.d_head)).transpose(-2, -3)
     num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
     q, k, v = heads.split(num_heads, dim=-3)
-    rope = self.rope
+    q_and_k = heads[..., : -self.num_kv_heads, :, :]
+    if not isinstance(self.q_norm, nn.Identity):
+        q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-3)
     if token_positions is not None:  # the heads of a token share its position
-        token_positions = token_positions.unsqueeze(-2)
-    has_norms = not isinstance(self.q_norm, nn.Identity)
-    rotate = getattr(type(rope), "forward", None)
-    if rotate is RotaryPositionalEmbedding.forward and not has_norms:
-        # It rotates all heads alike, so q and k together. One call takes less time.
-        q_and_k = rope(heads[..., : -self.num_kv_heads, :, :], token_positions)
-        q, k = q_and_k.split(num_heads[:2], dim=-3)
-        return q, k, v
-    q, k = self.q_norm(q), self.k_norm(k)
-    if rope is None:
-        return q, k, v
-    return rope(q, token_positions), rope(k, token_positions), v
+        token_positions = rearrange(
+            token_positions, "... seq -> ... 1 seq", seq=x.shape[-2]
+        )
+    # RoPE rotates all heads alike. One call takes less time than two.
+    q, k = self.rope(q_and_k, token_positions).split(num_heads[:2], dim=-3)
+    return q, k, v
 
 
 def swiglu(self: Any, x: Tensor) -> Tensor:

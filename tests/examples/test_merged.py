@@ -43,11 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "d_head": 6,
     },
     "biases": {"attention": WithBiases, "num_kv_heads": 1},
-    "windows, without positions": {
-        "attention": CachedWindow,
-        "window": 3,
-        "theta": None,
-    },
+    "windows": {"attention": CachedWindow, "window": 3},
+    "no positions": {"theta": None},
     "a rope that tells heads apart": {"theta": None, "rope": scale_heads},
     "layers without a merged form": {"ffn": Clamped, "tied": True},
     "no gate": {"ffn": FeedForward},
