@@ -9,11 +9,12 @@ A small product costs as much for its start as for its numbers. So q, k and v co
 one product, and so do the gate and the value of SwiGLU. The weights that the layers hold
 become views of the merged ones: nothing is held twice, and the state dict stays.
 Merge last, for generation alone. A model that is moved, cast or copied afterwards raises
-torch's error "out of bounds for storage": merge it again.
+an error until it is merged again.
 """
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from types import MethodType
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from language_model import CachedAttention, LanguageModel
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, SwiGLU
 from tinyblock.attention import Linear as AttentionLinear
@@ -40,30 +42,40 @@ def merge(model: nn.Module) -> None:
     that is not tinyblock's.
 
     Raises:
-        ValueError: a projection has an adapter or a hook, or is quantized.
+        ValueError: a projection has an adapter or a hook, is quantized, or shares its
+            weight with another layer.
     """
     projects: Any = (CausalMultiHeadSelfAttention.project, CachedAttention.project)
+    uses = Counter(
+        weight
+        for layer in model.modules()
+        for weight in layer.parameters(recurse=False)
+    )
     for layer in model.modules():
         kind: Any = type(layer)
         changed: Any = layer
         rotate = getattr(type(getattr(layer, "rope", None)), "forward", None)
         is_rope = rotate is RotaryPositionalEmbedding.forward
         if is_rope and getattr(kind, "project", None) in projects:
-            join(layer, "q_proj", "k_proj", "v_proj")
+            join(uses, layer.q_proj, layer.k_proj, layer.v_proj)
             changed.project = MethodType(project, layer)
         elif kind.forward is SwiGLU.forward:
-            join(layer, "w1", "w3")
+            join(uses, layer.w1, layer.w3)
             changed.forward = MethodType(swiglu, layer)
     model.requires_grad_(False)  # no gradient would reach k_proj, v_proj and w3
 
 
-def join(layer: nn.Module, *names: str) -> None:
+def join(uses: Counter[nn.Parameter], *linears: Any) -> None:
     """Let the weights of these projections lie one after another in memory."""
-    linears: list[Any] = [layer.get_submodule(name) for name in names]
     require_plain(linears)
     for part in ("weight", "bias"):
         held = [getattr(linear, part) for linear in linears]
         if any(each is not None for each in held):
+            if any(uses[each] > 1 for each in held):
+                raise ValueError(
+                    "weights of merged projections must not be shared, got one that "
+                    f"belongs to another layer, too, of {linears}: clone it first"
+                )
             views = torch.cat(held).split([len(each) for each in held])
             for each, view in zip(held, views, strict=True):
                 each.data = view
@@ -85,9 +97,26 @@ def product(x: Tensor, *linears: Any) -> Tensor:
     require_plain(linears)
     first = linears[0]
     rows = sum(linear.out_features for linear in linears)
+    require_together([linear.weight for linear in linears])
     weight = first.weight.as_strided((rows, first.in_features), (first.in_features, 1))
-    bias = None if first.bias is None else first.bias.as_strided((rows,), (1,))
-    return F.linear(x, weight, bias)
+    if first.bias is None:
+        return F.linear(x, weight)
+    require_together([linear.bias for linear in linears])
+    return F.linear(x, weight, first.bias.as_strided((rows,), (1,)))
+
+
+def require_together(parts: list[Tensor]) -> None:
+    """Raise a ValueError unless these tensors lie one after another in memory."""
+    if is_compiling():  # the compiler shows no offsets
+        return
+    end = parts[0].storage_offset()
+    for part in parts:
+        if part.storage_offset() != end:
+            raise ValueError(
+                "merged weights must lie one after another: after a model is moved, "
+                "cast, copied or given new weights, merge it again"
+            )
+        end += part.numel()
 
 
 def project(

@@ -127,22 +127,43 @@ def test_a_projection_that_is_not_plain_raises(name):
             merged(torch.tensor([[1]]))
 
 
+def test_a_weight_of_two_layers_raises():
+    """The second merge would take it away from the first."""
+    model = build()
+    first, second = (each.attn for each in model.transformer.layers)
+    second.q_proj.weight = first.q_proj.weight
+    with pytest.raises(ValueError, match="must not be shared"):
+        merge(model)
+
+
+def given_weights_of_one_storage(model):
+    """Load weights as from a file that is mapped to memory, as by safetensors."""
+    weights = sorted(build().state_dict().items())
+    whole = torch.cat([weight.flatten() for _, weight in weights])
+    parts = whole.split([weight.numel() for _, weight in weights])
+    pairs = zip(weights, parts, strict=True)
+    views = {name: part.view_as(weight) for (name, weight), part in pairs}
+    model.load_state_dict(views, assign=True)
+    return model
+
+
 @pytest.mark.parametrize(
     "change",
     [
         copy.deepcopy,
+        given_weights_of_one_storage,
         lambda model: model.double(),
         lambda model: (
             model.load_state_dict(build().state_dict(), assign=True) and model
         ),
     ],
-    ids=["copied", "cast", "given new weights"],
+    ids=["copied", "given weights of one storage", "cast", "given new weights"],
 )
 def test_weights_that_do_not_lie_together_any_more_raise(change):
     model = build()
     merge(model)
     changed = change(model)
-    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+    with pytest.raises(ValueError, match="must lie one after another"):
         changed(torch.tensor([[1]]))
     merge(changed)
     changed(torch.tensor([[1]]))
