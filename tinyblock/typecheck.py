@@ -37,7 +37,6 @@ These names are not part of torch's public interface. If one goes, compiled code
 
 import functools
 import inspect
-import linecache
 import os
 import re
 import traceback
@@ -64,11 +63,11 @@ _MAX_DESCRIPTIONS = 1024
 # A value belongs to a class of these metaclasses by its type alone. A Protocol or
 # nn.Parameter, for example, also looks into the value.
 _PLAIN: set[Any] = {type.__instancecheck__, ABCMeta.__instancecheck__}
-_SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
+_ALSO_TAKES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
 _OF_SYMBOL: Any = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
 _EMPTY = inspect.Parameter.empty
-_BRACE = re.compile(r"(?<![\w}])\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?![\w{])")
+_BROADCAST = re.compile(r"[*#]{2}\w+")  # as in "*#batch"
 # The frames of these are not the caller's.
 _NOT_THE_CALLER = (
     "<typecheck of",
@@ -169,7 +168,7 @@ def make({names}):
             # So Python runs the wrapper, and the function is compiled by itself.
             try:
                 from torch._dynamo.comptime import comptime as $comptime
-                $seen, $found = {shown}, None
+                $seen, $found = {shown}, ()
                 $comptime($see)
                 $result = $function({arguments})
                 $found = {shown_result}
@@ -212,12 +211,19 @@ def _checked(function: Any, owner: Any = None) -> Any:
 
 def _wrapper(check: "_Check") -> Any:
     """Return a function that describes its calls, and calls the function."""
-    signature, before, after = check.signature, check.before, check.after
 
-    # The compiler looks at all that it traces, and understands functions, but no objects.
+    # These are functions, because the compiler understands no methods of a _Check.
     def run(seen: _Description, found: _Description | None = None) -> None:
+        """Check a call before or after it, if its description is not known."""
         __tracebackhide__ = True
-        check.run(seen, found)
+        try:
+            is_known = (seen, found) in check.known
+        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
+            is_known = False
+        if not is_known:
+            check.learn(seen, found)
+        elif found is not None:
+            check.last[0] = seen, found
 
     def by_jaxtyping(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -237,15 +243,13 @@ def _wrapper(check: "_Check") -> Any:
         "$is_compiling": is_dynamo_compiling,
         "$Tensor": Tensor,
         "$describe": _describe,
-        "$show_value": _show_value,
     }
-    for part in (*before.parts, *after.parts):
-        array = part.annotations.array
-        leaves = [leaf for leaf in _leaves(part.hint) if array(leaf) is None]
-        # All classes, if one is not understood.
-        names[part.classes] = sum([_classes(leaf) or (object,) for leaf in leaves], ())
+    seen = check.before.expression(_Part.described)
+    found = check.after.expression(_Part.described)
+    if check.by_jaxtyping is not None:  # which checks each call
+        seen = found = "()"
     parameters, arguments = [], []
-    for name, parameter in signature.parameters.items():
+    for name, parameter in check.signature.parameters.items():
         parameter = parameter.replace(annotation=_EMPTY)
         if parameter.default is not _EMPTY:
             names[f"$default_{name}"] = parameter.default
@@ -258,10 +262,10 @@ def _wrapper(check: "_Check") -> Any:
         names=", ".join(names),
         parameters=f"{inspect.Signature(parameters)}"[1:-1],
         arguments=", ".join(arguments),
-        seen=before.expression(_Part.described),
-        found=after.expression(_Part.described),
-        shown=before.expression(_Part.shown),
-        shown_result=after.expression(_Part.shown),
+        seen=seen,
+        found=found,
+        shown=check.before.expression(_Part.shown),
+        shown_result=check.after.expression(_Part.shown),
     )
     made: dict[str, Any] = {}
     code = text.replace("$", "_typecheck_")
@@ -278,11 +282,9 @@ def _wrapper(check: "_Check") -> Any:
 # size in braces. An item is
 #     (class, dtype, shape)   for a tensor,
 #     (class, items, None)    for a tuple,
-#     (class, value, None)    for what a Literal may be,
+#     (class, value, None)    for what a Literal may be, in eager mode,
 #     (class, None, None)     for another value, and
-#     None                    for a default, and for what a compiler does not show.
-# A compiler shows no classes: an item has True if the annotation names the class, else
-# False, and for another value, the name of the class in the second place.
+#     None                    for a default, and for what is not checked in compiled code.
 _Item = tuple[Any, Any, Any]
 _Description = tuple[Any, ...]
 
@@ -294,34 +296,32 @@ class _Check:
         self.function = function
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = inspect.signature(function)
-        hints = _hints(function, owner)
-        self.before = _Annotations(self, hints, is_result=False)
-        self.after = _Annotations(self, hints, is_result=True)
+        self.before = _Annotations(self, "before")
+        self.after = _Annotations(self, "after")
+        hints = dict.fromkeys([*self.signature.parameters, "return"], Any)
+        for name in hints:
+            place = f"annotation of '{name}' in {self.name}"
+            try:
+                hints[name] = _evaluated(function, name, owner)
+                side = self.after if name == "return" else self.before
+                side.add(name, hints[name])
+            except (NameError, AttributeError) as error:
+                warnings.warn(f"typecheck ignores the {place}: {error}", stacklevel=4)
+            except (AnnotationError, SyntaxError, TypeError, ValueError) as error:
+                raise AnnotationError(f"cannot read the {place}: {error}") from error
         # Of the arguments of right calls, each with None and with the results.
         self.known: set[tuple[_Description, _Description | None]] = set()
-        self.last: list[Any] = [(None, None)]  # those of the call before
+        # Those of the call before. An empty description needs no check.
+        self.last: list[Any] = [((), ())]
         self.by_jaxtyping: Any = None
         if self.before.is_refused or self.after.is_refused:
-            self.by_jaxtyping = _by_jaxtyping(function, self.signature, hints)
-
-    def run(self, seen: _Description, found: _Description | None = None) -> None:
-        """Check a call before and after it, if its description is not known."""
-        __tracebackhide__ = True
-        if self.by_jaxtyping is not None:  # which checks each call
-            return
-        try:
-            is_known = (seen, found) in self.known
-        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
-            is_known = False
-        if not is_known:
-            self.learn(seen, found)
-        elif found is not None:
-            self.last[0] = seen, found
+            self.by_jaxtyping = _by_jaxtyping(function, hints)
+        self.is_hidden = False
 
     def learn(self, seen: _Description, found: _Description | None) -> None:
         """Raise an error unless a call fits, and remember it when it has a result."""
         __tracebackhide__ = True
-        message = self.message(seen, found)
+        message = self.message(seen, found or ())
         if message:
             raise TypeCheckError(message)
         if found is None or is_compiling() or _has_symbols((seen, found)):
@@ -333,10 +333,11 @@ class _Check:
 
     def see(self, context: Any) -> None:
         """Check a call of which the compiler has traced the arguments, or the result."""
-        names = ("_typecheck_seen", "_typecheck_found")
-        shown = [context.get_local(name).as_proxy() for name in names]
+        self.hide()
+        seen = self.before.traced(context.get_local("_typecheck_seen"))
+        found = self.after.traced(context.get_local("_typecheck_found"))
         try:
-            message = self.message(*map_aggregate(shown, _as_symbol))
+            message = self.message(seen, found)
         except AnnotationError:  # it needs a size that the compiler does not show
             return
         if message:
@@ -349,32 +350,29 @@ class _Check:
         """
         from torch._dynamo.decorators import skip
 
-        if "learn" not in vars(self):
-            vars(self)["learn"] = torch.compiler.disable(self.learn)
+        for each in (*functions, _describe):
+            skip(each)
+        if not self.is_hidden:
+            self.is_hidden = True
+            self.learn = torch.compiler.disable(self.learn)  # type: ignore[method-assign]
             if self.by_jaxtyping is not None:
                 self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
-        for each in [*functions, _Check.run, _describe]:
-            skip(each)
 
-    def message(self, seen: _Description, found: _Description | None = None) -> str:
+    def message(self, seen: _Description, found: _Description) -> str:
         """Return what is wrong with a call, or an empty text."""
         has_symbols = _has_symbols((seen, found))
         sizes: dict[str, Any] = {}
         right: list[tuple[_Part, _Item]] = []
-        described = (self.before, seen), (self.after, found or ())
         with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-            for annotations, description in described:
-                sizes |= annotations.sizes_in(description)
-                for part, item in zip(annotations.parts, description, strict=False):
+            for side, description in ((self.before, seen), (self.after, found)):
+                sizes |= side.sizes_in(description)
+                for part, item in zip(side.parts, description, strict=False):
                     if item is None:
                         continue
-                    if annotations.fits(part.hint, item, has_symbols):
-                        right.append((part, item))
-                        continue
-                    rows = [r for p, x in right for r in _rows(p, p.place, p.hint, x)]
-                    item = map_aggregate(item, _number)
-                    lines = _explained(part, item, rows, sizes)
-                    return "\n".join([_callers_line(self.function), *lines])
+                    if not _fits(part.options, item, has_symbols):
+                        lines = _explained(part, item, right, sizes)
+                        return "\n".join([_callers_line(self.function), *lines])
+                    right.append((part, item))
         return ""
 
 
@@ -387,42 +385,35 @@ class _Part(NamedTuple):
     place: str  # in messages
     value: str  # the expression that reads it
     hint: Any
+    options: list[Any]  # what the annotation takes
     default: Any
-    classes: str  # the name of those in its annotation
-    annotations: "_Annotations"
 
     def described(self) -> str:
         """Return the expression of its item in eager mode."""
-        value, leaves = self.value, [*_leaves(self.hint)]
-        if any(get_origin(leaf) is Literal for leaf in leaves):
-            item = f"$describe({value}, True)"
-        elif self.annotations.array(self.hint):  # at once, what $describe returns
+        value, options = self.value, self.options
+        has_literal = any(map(_is_value, _leaves(options)))
+        if isinstance(options[0], _Array) and len(options) == 1:
+            # At once, what $describe returns.
             item = f"($Tensor, {value}.dtype, {value}.shape)"
             item += f" if {value}.__class__ is $Tensor else $describe({value})"
-        elif leaves != _options(self.hint) or self.has_array():
-            item = f"$describe({value})"
-        else:
+        elif all(isinstance(option, type) for option in options):
             item = f"({value}.__class__, None, None)"
-        return self.unless_default(item)
+        else:
+            item = f"$describe({value}, {has_literal})"
+        return self.unless_default("None", item)
 
     def shown(self) -> str:
-        """Return the expression of its item in code that a compiler traces."""
+        """Return the expression of its value, in a tuple, in code that is traced."""
+        has_array = any(isinstance(leaf, _Array) for leaf in _leaves(self.options))
         # The compiler does not say whether a tensor is the default.
-        if not self.has_array() or isinstance(self.default, Tensor):
-            return "None"
-        item = f"$show_value({self.value}, {self.classes})"
-        if self.annotations.array(self.hint):  # at once, what $show_value returns
-            shape = f"(False, {self.value}.dtype, tuple({self.value}.shape))"
-            item = f"{shape} if isinstance({self.value}, $Tensor) else {item}"
-        return self.unless_default(item)
+        if not has_array or isinstance(self.default, Tensor):
+            return "()"
+        return self.unless_default("()", f"({self.value},)")
 
-    def has_array(self) -> bool:
-        return any(self.annotations.array(leaf) for leaf in _leaves(self.hint))
-
-    def unless_default(self, item: str) -> str:
+    def unless_default(self, default: str, item: str) -> str:
         if self.default is _EMPTY:
             return item
-        return f"None if {self.value} is $default_{self.value} else {item}"
+        return f"{default} if {self.value} is $default_{self.value} else {item}"
 
 
 def _describe(value: Any, by_value: bool = False) -> _Item:
@@ -439,185 +430,178 @@ def _describe(value: Any, by_value: bool = False) -> _Item:
     return kind, None, None
 
 
-def _show_value(value: Any, kinds: tuple[type, ...]) -> _Item:
-    """Return the item in traced code."""
-    is_named = isinstance(value, kinds)
-    if isinstance(value, Tensor):
-        return is_named, value.dtype, tuple(value.shape)
-    if isinstance(value, tuple):
-        return is_named, tuple([_show_value(item, kinds) for item in value]), None
-    # A text, because the compiler does not show the name of list by itself.
-    return is_named, f"{type(value).__name__}", None
+def _describe_traced(variable: Any) -> _Item:
+    """Return what $describe does, of what a compiler knows of a value."""
+    kind = variable.python_type()
+    if issubclass(kind, Tensor):
+        tensor = _known(variable)
+        return kind, tensor.dtype, tensor.shape
+    if issubclass(kind, tuple):
+        return kind, tuple(map(_describe_traced, variable.items)), None
+    return kind, None, None
 
 
-def _as_symbol(leaf: Any) -> Any:
-    """Return what a compiler knows of a size: a symbol, or a number."""
-    return leaf.node.meta["example_value"] if isinstance(leaf, torch.fx.Proxy) else leaf
+def _known(variable: Any) -> Any:
+    """Return a number, or what a compiler has in place of a tensor, or of a number."""
+    known = variable.as_proxy()
+    is_proxy = isinstance(known, torch.fx.Proxy)
+    return known.node.meta["example_value"] if is_proxy else known
 
 
 # What annotations take ---------------------------------------------------------------
+
+# An annotation is read as a list of options, of which a value must fit one: a class, an
+# array, a value of a Literal, or a tuple that has a list of options for each item.
 
 
 class _Annotations:
     """The annotations of the parameters, or of the result."""
 
-    def __init__(self, check: _Check, hints: dict[str, Any], is_result: bool) -> None:
+    def __init__(self, check: _Check, when: str) -> None:
         self.function = check.name
         self.parameters = check.signature.parameters
-        self.is_result = is_result
-        self.sizes: dict[str, str] = {}  # what is in braces -> the axis of this size
+        self.when = when  # sizes in braces are read: before or after the call
         self.parts: list[_Part] = []
-        self.arrays: dict[Any, _Array] = {}
+        self.axes: dict[str, str] = {}  # what is in braces -> the axis of this size
         self.is_refused = False
-        for name in ["return"] if is_result else self.parameters:
-            if hints.get(name, Any) is Any:
-                continue
-            try:
-                for leaf in _leaves(hints[name]):
-                    self.read(leaf)
-            except (AnnotationError, SyntaxError) as error:
-                place = f"annotation of '{name}' in {self.function}"
-                raise AnnotationError(f"cannot read the {place}: {error}") from error
-            self.parts.append(self.part(name, hints[name]))
 
-    def part(self, name: str, hint: Any) -> _Part:
-        classes = f"$classes_{name}"
+    def add(self, name: str, hint: Any) -> None:
+        """Add the annotation of a parameter, or of the result."""
+        if hint is Any:
+            return
+        options = self.read(hint)
         if name == "return":
-            return _Part("return value", "$result", hint, _EMPTY, classes, self)
-        parameter = self.parameters[name]
-        is_keywords = parameter.kind is parameter.VAR_KEYWORD
-        if is_keywords or parameter.kind is parameter.VAR_POSITIONAL:
-            hint = tuple[hint, ...]
-        value = f"(*{name}.values(),)" if is_keywords else name
-        return _Part(name, value, hint, parameter.default, classes, self)
+            self.parts.append(_Part("return value", "$result", hint, options, _EMPTY))
+            return
+        parameter, value = self.parameters[name], name
+        if parameter.kind is parameter.VAR_KEYWORD:
+            value = f"(*{name}.values(),)"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            hint, options = tuple[hint, ...], [(options, ...)]
+        self.parts.append(_Part(name, value, hint, options, parameter.default))
 
-    def read(self, leaf: Any) -> None:
-        """Read the axes of an array. All that is not understood is refused here."""
-        if isinstance(leaf, type) and hasattr(leaf, "dim_str"):  # jaxtyping's
-            axes = self.axes(leaf)
-            if axes is not None:
-                self.arrays[leaf] = _Array(leaf, axes)
-                return
-        if not _classes(leaf):
-            self.is_refused = True
+    def read(self, hint: Any) -> list[Any]:
+        """Return what an annotation takes. All that is not understood is refused here."""
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin in (Union, UnionType):
+            return [option for part in parts for option in self.read(part)]
+        if origin is tuple and parts and not any(map(_is_unpacked, parts)):
+            return [tuple(p if p is Ellipsis else self.read(p) for p in parts)]
+        if origin is Literal:
+            return [*parts]
+        option: Any = None
+        if hint is Any:
+            option = object
+        elif hint is None:
+            option = NoneType
+        elif origin is Callable:
+            option = Callable
+        elif isinstance(hint, type) and hasattr(hint, "dim_str"):  # jaxtyping's
+            option = self.array(hint)
+        elif isinstance(hint, type) and origin is None:
+            option = hint if type(hint).__instancecheck__ in _PLAIN else None
+        self.is_refused = self.is_refused or option is None
+        return [object if option is None else option]
 
     def array(self, hint: Any) -> "_Array | None":
-        return self.arrays.get(hint) if isinstance(hint, type) else None
-
-    def axes(self, array: Any) -> list[str] | None:
-        """Return its axes, with the name of an axis in place of each size in braces.
-
-        The result is None for an array that is refused.
-        """
-        axes: list[str] = array.dim_str.split()
-        # Of each axis, without # and name=
-        expressions = [f"{getattr(dim, 'elem', '')}" for dim in array.dims]
-        others = [_BRACE.sub("0", text) for text in expressions]
-        for axis, text in zip(axes, others, strict=True):
-            compile(f"f'{text}'" if "{" in text else text or "0", axis, "eval")
-        is_nested = array.dtypes != array.dtype.dtypes  # an array of arrays
-        if array.array_type is not Tensor or is_nested or "{" in "".join(others):
+        """Return an array with an axis in place of each size in braces."""
+        is_nested = hint.dtypes != hint.dtype.dtypes  # an array of arrays
+        if hint.array_type is not Tensor or is_nested:
             return None
-        for i, text in enumerate(expressions):
-            named = _BRACE.sub(lambda brace: self.axis(brace[1]), text)
-            axes[i] = axes[i].removesuffix(text) + named
-        return axes
+        axes = []
+        for axis, dim in zip(hint.dim_str.split(), hint.dims, strict=True):
+            text = (
+                f"{getattr(dim, 'elem', '0')}"  # of an expression, without # and name=
+            )
+            # Raise a SyntaxError for what Python cannot read.
+            compile(f"f'{text}'" if "{" in text else text, axis, "eval")
+            brace = re.fullmatch(r"\{([\w.]+)\}", text)
+            if brace:
+                axis = "#" * dim.broadcastable + self.axis(brace[1])
+            elif "{" in text:
+                return None
+            axes.append(axis)
+        if _BROADCAST.search(hint.dim_str):
+            import numpy  # noqa: F401  # jaxtyping says nothing if it is missing
+        return _Array(hint.dtype[Any, " ".join(axes)], hint.dim_str)
 
     def axis(self, brace: str) -> str:
-        """Return the name of an axis of the size in braces, before or after a call."""
+        """Return the name of an axis of the size in braces."""
         if brace.partition(".")[0] not in self.parameters:
             raise AnnotationError(f"no parameter has the name in {{{brace}}}")
-        when = "after" if self.is_result else "before"
-        # The last _ tells typecheck_before_1_ from the beginning of typecheck_before_10_.
-        new = f"typecheck_{when}_{len(self.sizes)}_"
-        return self.sizes.setdefault(brace, new)
-
-    def fits(self, hint: Any, item: _Item, has_symbols: bool) -> bool:
-        """Return whether a value is right."""
-        kind, inside, _ = item
-        options = _options(hint)
-        if len(options) > 1:
-            return any(self.fits(option, item, has_symbols) for option in options)
-        if _is_tuple(hint):
-            pairs = _pairs(hint, inside)
-            return pairs is not None and all(self.fits(*p, has_symbols) for p in pairs)
-        array, classes = self.array(hint), _classes(hint)
-        if array is not None:
-            return array.fits(item, has_symbols)
-        if isinstance(kind, bool) or not classes:  # while traced, and what is refused
-            return not classes or kind
-        if get_origin(hint) is Literal:
-            return any(item == (type(v), v, None) for v in get_args(hint))
-        kind = _OF_SYMBOL.get(kind, kind)
-        return issubclass(kind, classes)
+        new = f"typecheck_{self.when}_{len(self.axes)}"
+        return self.axes.setdefault(brace, new)
 
     def expression(self, of_part: Callable[[_Part], str]) -> str:
         """Return the expression of a description."""
-        items = [*map(of_part, self.parts), *self.sizes]
+        items = [*map(of_part, self.parts), *self.axes]
         return f"({''.join(f'{item}, ' for item in items)})"
+
+    def traced(self, local: Any) -> _Description:
+        """Return the description, from what a compiler knows of the values shown."""
+        variables = local._i_will_not_complain_if_bc_breaks_VariableTracker().items
+        count = len(self.parts)
+        shown = [variable.items for variable in variables[:count]]
+        items = [_describe_traced(*each) if each else None for each in shown]
+        return (*items, *map(_known, variables[count:]))
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
         """Return the size of each brace, and tell jaxtyping."""
-        found = dict(zip(self.sizes, description[len(self.parts) :], strict=False))
+        found = dict(zip(self.axes, description[len(self.parts) :], strict=False))
         for brace, size in found.items():
             if not isinstance(size, (int, SymInt)):
                 place = f"{{{brace}}} of {self.function}"
                 raise AnnotationError(f"{place} must be an int, got {size!r}")
-            _axis_fits(self.sizes[brace], size)
+            _axis_fits(self.axes[brace], size)
         return found
 
 
-# An annotation is a tree of unions and tuples. Its leaves are arrays, and what has classes.
+def _is_unpacked(hint: Any) -> bool:
+    """Return whether an item of a tuple has a star, as in tuple[*Items]."""
+    return get_origin(hint) is typing.Unpack or getattr(hint, "__unpacked__", False)
 
 
-def _options(hint: Any) -> list[Any]:
-    """Return the parts of a union, or the annotation itself."""
-    return [*get_args(hint)] if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def _is_tuple(hint: Any) -> bool:
-    if get_origin(hint) is not tuple or not get_args(hint):
-        return False
-    # Not one with unpacked items, as in tuple[*Items].
-    return not any(
-        get_origin(part) is typing.Unpack or getattr(part, "__unpacked__", False)
-        for part in get_args(hint)
-    )
-
-
-def _leaves(hint: Any) -> Iterator[Any]:
-    for option in _options(hint):
-        if not _is_tuple(option):
+def _leaves(options: list[Any]) -> Iterator[Any]:
+    """Yield all options that are no tuples."""
+    for option in options:
+        if not isinstance(option, tuple):
             yield option
             continue
-        for part in get_args(option):
-            if part is not Ellipsis:
-                yield from _leaves(part)
+        for item in option:
+            if item is not Ellipsis:
+                yield from _leaves(item)
 
 
-def _classes(leaf: Any) -> tuple[Any, ...]:
-    """Return the classes whose values it takes, or nothing if it is not understood."""
-    origin = get_origin(leaf)
-    if leaf is Any or leaf is None:
-        return (object if leaf is Any else NoneType,)
-    if origin is Literal:
-        return tuple(map(type, get_args(leaf)))
-    if origin is Callable:
-        return (Callable,)
-    is_class = isinstance(leaf, type) and origin is None
-    if is_class and type(leaf).__instancecheck__ in _PLAIN:
-        return (leaf, *_SUBCLASSES.get(leaf, ()))
-    return ()
+def _fits(options: list[Any], item: _Item, has_symbols: bool) -> bool:
+    """Return whether a value is right."""
+    return any(_fits_option(option, item, has_symbols) for option in options)
 
 
-def _pairs(hint: Any, items: Any) -> list[tuple[Any, _Item]] | None:
-    """Return each item's annotation and item, if this is a tuple of such a length."""
-    if not _is_tuple(hint) or not isinstance(items, tuple):
+def _is_value(option: Any) -> bool:
+    """Return whether this is a value of a Literal."""
+    return not isinstance(option, (type, tuple, _Array))
+
+
+def _fits_option(option: Any, item: _Item, has_symbols: bool) -> bool:
+    kind, inside, _ = item
+    if isinstance(option, _Array):
+        return option.fits(item, has_symbols)
+    if isinstance(option, tuple):
+        pairs = _pairs(option, inside)
+        return pairs is not None and all(_fits(*pair, has_symbols) for pair in pairs)
+    if _is_value(option):  # of which a compiler shows only the class
+        return kind is type(option) and inside in (None, option)
+    kind = _OF_SYMBOL.get(kind, kind)
+    return issubclass(kind, (option, *_ALSO_TAKES.get(option, ())))
+
+
+def _pairs(option: Any, items: Any) -> list[tuple[list[Any], _Item]] | None:
+    """Return each item with its options, if this is a tuple of such a length."""
+    if not isinstance(option, tuple) or not isinstance(items, tuple):
         return None
-    hints = get_args(hint)
-    if hints[1:] == (Ellipsis,):
-        hints = hints[:1] * len(items)
-    return [*zip(hints, items, strict=True)] if len(hints) == len(items) else None
+    if option[1:] == (Ellipsis,):
+        option = option[:1] * len(items)
+    return [*zip(option, items, strict=True)] if len(option) == len(items) else None
 
 
 class _Tensor(NamedTuple):
@@ -628,100 +612,72 @@ class _Tensor(NamedTuple):
 
 
 class _Array:
-    """An array of jaxtyping. `axes` have the names of axes in place of braces."""
+    """An array of jaxtyping, in which no axis has braces."""
 
-    def __init__(self, hint: Any, axes: list[str]) -> None:
-        self.axes = axes
-        self.names = [axis.lstrip("#*") for axis in hint.dim_str.split()]
-        self.star = hint.index_variadic  # the index of "*batch" or "...", or None
-        star = "" if self.star is None else axes[self.star]
-        self.star_name = star.replace("#", "")
-        self.may_broadcast = "#" in star
-        without_it = [*axes]
-        if self.may_broadcast:
-            # jaxtyping compares it by numpy, which would turn symbols into numbers.
-            import numpy  # noqa: F401  # because jaxtyping says nothing if it is missing
+    def __init__(self, hint: Any, text: str) -> None:
+        self.hint = hint
+        self.axes = hint.dim_str.split()
+        self.titles = text.replace("#", "").split()  # of the axes, with braces
 
-            without_it[self.star] = "..."
-        self.hint = hint.dtype[Any, " ".join(axes)]
-        self.hint_of_symbols = hint.dtype[Any, " ".join(without_it)]
-        self.any_shape = hint.dtype[Any, "..."]
-
-    def fits(self, seen: _Item, has_symbols: bool) -> bool:
-        _, dtype, shape = seen
+    def fits(self, item: _Item, has_symbols: bool) -> bool:
+        _, dtype, shape = item
         if shape is None:
             return False
-        hint = self.hint_of_symbols if has_symbols else self.hint
+        hint = self.hint
+        if has_symbols:
+            # jaxtyping compares *# by numpy, which would turn symbols into numbers.
+            hint = hint.dtype[Any, _BROADCAST.sub("...", hint.dim_str)]
         return _depends_on_values(shape) or isinstance(_Tensor(dtype, shape), hint)
 
-    def cells(self, seen: _Item) -> "dict[_Column, int] | None":
-        """Return the size in each column of the table, if dtype and rank fit."""
-        _, dtype, shape = seen
-        if shape is None or not isinstance(_Tensor(dtype, ()), self.any_shape):
-            return None
-        columns: list[_Column] = []
-        for i, name in enumerate(self.names):
-            if i == self.star:
-                count = len(shape) - len(self.names) + 1
-                columns += [_Column(self.star_name, k) for k in range(-count, 0)]
-            else:  # the second axis of "n n" has another number
-                columns.append(_Column(name, self.names[:i].count(name)))
+    def cells(self, item: _Item) -> "dict[str, _Cell]":
+        """Return its row, if dtype and rank fit, and no axis has the name of another."""
+        _, dtype, shape = item
+        star = self.hint.index_variadic  # the index of "*batch" or "...", or None
+        any_sizes = ["..." if i == star else "_" for i in range(len(self.axes))]
+        any_array = self.hint.dtype[Any, " ".join(any_sizes)]
+        if shape is None or not isinstance(_Tensor(dtype, shape), any_array):
+            return {}
+        columns: dict[str, str] = {}
+        for i, (title, axis) in enumerate(zip(self.titles, self.axes, strict=True)):
+            if i == star:
+                for k in range(len(self.axes) - len(shape) - 1, 0):
+                    columns[f"{title}[{k}]"] = axis.replace("*", "")
+            else:
+                columns[title] = axis
         if len(columns) != len(shape):
-            return None
-        return dict(zip(columns, map(_number, shape), strict=True))
+            return {}
+        cells = map(_Cell, columns.values(), map(_number, shape))
+        return dict(zip(columns, cells, strict=True))
 
 
-def _hints(function: Any, owner: Any) -> dict[str, Any]:
-    """Return the annotations that can be checked."""
+def _evaluated(function: Any, name: str, owner: Any) -> Any:
+    """Return an annotation, or Any if there is none that can be checked."""
+    annotation = function.__annotations__.get(name, Any)
+    one: Any = SimpleNamespace(__annotations__={name: annotation})
     names = {owner.__name__: owner} if isinstance(owner, type) else {}
-    hints: dict[str, Any] = {}
-    for name, annotation in function.__annotations__.items():
-        one: Any = SimpleNamespace(__annotations__={name: annotation})
-        place = (
-            f"annotation of '{name}' in {function.__module__}.{function.__qualname__}"
-        )
-        try:
-            hint = typing.get_type_hints(
-                one, function.__globals__, names, include_extras=True
-            )[name]
-        except (NameError, AttributeError) as error:
-            warnings.warn(f"typecheck ignores the {place}: {error}", stacklevel=5)
-            continue
-        except Exception as error:
-            raise AnnotationError(f"cannot read the {place}: {error}") from error
-        is_self = re.search(r"\.Self\b", repr(hint))
-        if not is_self and not isinstance(
-            hint, (typing.ParamSpecArgs, typing.ParamSpecKwargs)
-        ):
-            hints[name] = hint
-    return hints
+    hint = typing.get_type_hints(one, function.__globals__, names, include_extras=True)
+    is_self = re.search(r"\.Self\b", repr(hint))
+    of_paramspec = (typing.ParamSpecArgs, typing.ParamSpecKwargs)
+    return Any if is_self or isinstance(hint[name], of_paramspec) else hint[name]
 
 
-def _by_jaxtyping(
-    function: Any, signature: inspect.Signature, hints: dict[str, Any]
-) -> Any:
-    """Return a function whose calls jaxtyping and beartype check."""
+def _by_jaxtyping(function: Any, hints: dict[str, Any]) -> Any:
+    """Return a copy of a function, of which jaxtyping and beartype check each call."""
     from beartype import BeartypeConf, beartype  # here, because most users need it not
     from beartype.roar import BeartypeException
 
-    @functools.wraps(function)  # so that errors name it
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    parameters = []
-    for name, parameter in signature.parameters.items():
-        hint = hints.get(name, Any)
-        if parameter.default is None:  # which is right, also if it is passed
-            hint = Union[hint, None]  # noqa: UP007  # | does not take all annotations
-        parameters.append(parameter.replace(annotation=hint))
-    result = hints.get("return", Any)
-    vars(call)["__signature__"] = inspect.Signature(
-        parameters, return_annotation=result
+    copy = FunctionType(
+        function.__code__, function.__globals__, closure=function.__closure__
     )
-    call.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
+    copy.__defaults__ = function.__defaults__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = hints
+    for name, parameter in inspect.signature(copy).parameters.items():
+        if parameter.default is None:  # which is right, also if it is passed
+            hints[name] = Union[hints[name], None]  # noqa: UP007  # | takes not all
     int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
     try:
-        return jaxtyped(call, typechecker=beartype(conf=int_is_float))
+        return jaxtyped(copy, typechecker=beartype(conf=int_is_float))
     except BeartypeException as error:
         raise AnnotationError(f"{error}".partition("\n")[0]) from error
 
@@ -747,103 +703,96 @@ def _depends_on_values(shape: Any) -> bool:
 # The message: a table of axes ----------------------------------------------------------
 
 
-class _Column(NamedTuple):
-    """An axis. Those of *batch have the numbers ..., -2, -1."""
+class _Cell(NamedTuple):
+    """A size in the table."""
 
-    name: str
-    number: int = 0
+    axis: str
+    size: int
 
-    def __str__(self) -> str:
-        return f"{self.name}[{self.number}]" if self.number < 0 else self.name
+    def is_bound(self) -> bool:
+        """Return whether the name of the axis, if it has one, must have this size."""
+        name = self.axis.lstrip("#")
+        may_differ = "#" in self.axis and self.size == 1
+        return name.isidentifier() and not name.startswith("_") and not may_differ
 
 
 class _Row(NamedTuple):
-    """A tensor."""
+    """A tensor. The columns are the titles of its axes."""
 
     place: str
-    array: _Array
-    cells: dict[_Column, int]
+    cells: dict[str, _Cell]
 
 
-def _rows(part: _Part, place: str, hint: Any, item: _Item) -> list[_Row]:
+def _rows(place: str, options: list[Any], item: _Item) -> list[_Row]:
     """Return the rows of the tensors in a value."""
-    options = _options(hint)
+    arrays = [option for option in options if isinstance(option, _Array)]
     # With several arrays, it is not known which of them was meant.
-    arrays = [*filter(None, map(part.annotations.array, options))]
-    cells = arrays[0].cells(item) if len(arrays) == 1 else None
-    if cells is not None:
-        return [_Row(place, arrays[0], cells)]
+    cells = arrays[0].cells(item) if len(arrays) == 1 else {}
+    if cells:
+        return [_Row(place, cells)]
     pairs = next(filter(None, (_pairs(option, item[1]) for option in options)), [])
-    rows = [_rows(part, f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
+    rows = [_rows(f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
     return [row for each in rows for row in each]
 
 
 def _explained(
-    part: _Part, item: _Item, rows: list[_Row], sizes: dict[str, Any]
+    wrong: _Part,
+    item: _Item,
+    right: list[tuple[_Part, _Item]],
+    sizes: dict[str, Any],
 ) -> list[str]:
     """Return the lines about a value that does not fit, after the rows of right ones."""
-    for row in _rows(part, part.place, part.hint, item):
+    rows = [row for part, x in right for row in _rows(part.place, part.options, x)]
+    for row in _rows(wrong.place, wrong.options, item):
         column, reason = _mark(row, rows, sizes)
-        rows = [*rows, row]
-        if column is not None:
+        rows.append(row)
+        if column:
             return _table(rows, column, reason)
-    text = inspect.formatannotation(part.hint)
+    text = inspect.formatannotation(wrong.hint)
     text = text.replace("jaxtyping.", "").replace("'", '"')
-    return [*_table(rows), f"{part.place} must be {text}, got {_got(item)}"]
+    got = _got(map_aggregate(item, _number))
+    return [*_table(rows), f"{wrong.place} must be {text}, got {got}"]
 
 
-def _mark(
-    row: _Row, rows: list[_Row], sizes: dict[str, Any]
-) -> tuple[_Column | None, str]:
-    """Return the column that does not fit, and why."""
-    columns = [column for column in row.cells if column.number >= 0]
-    axes = [axis for i, axis in enumerate(row.array.axes) if i != row.array.star]
-    for column, axis in zip(columns, axes, strict=True):
-        if _axis_fits(axis, row.cells[column]):
-            continue
-        if not column.name.isidentifier():
-            texts = _BRACE.findall(column.name)
-            values = [f"{text} is {_number(sizes[text])}" for text in texts]
-            return column, ", and ".join([f"must be {column}", *values])
-        _, reason = _origin(_Column(column.name), [*rows, row])
-        return column, reason
-    for column in (column for other in rows for column in other.cells):
-        is_named = not column.name.startswith((".", "_"))
-        if is_named and column.name == row.array.star_name:
-            size, (expected, reason) = row.cells.get(column), _origin(column, rows)
-            may_be_1 = row.array.may_broadcast and size in (None, 1)
-            if size != expected and not may_be_1:
+def _mark(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]:
+    """Return the column that does not fit, and why, or nothing if it is not known."""
+    said = {}
+    for brace, size in sizes.items():
+        said[f"{{{brace}}}"] = _number(size), f"{brace} is {_number(size)}"
+    for other in rows:
+        for column, cell in other.cells.items():
+            if cell.is_bound():
+                reason = f"{column} is {cell.size} in {other.place}"
+                said.setdefault(column, (cell.size, reason))
+    for column, cell in row.cells.items():
+        if cell.is_bound():
+            size, reason = said.get(column, (cell.size, ""))
+            if size != cell.size:
                 return column, reason
-    return None, ""
+        elif not _axis_fits(*cell):
+            return column, f"must be {column}"
+    return "", ""
 
 
-def _origin(column: _Column, rows: list[_Row]) -> tuple[int, str]:
-    """Return the size of a column, and who said so: not a 1 that may be broadcast."""
-    found = [row for row in rows if column in row.cells]
-    origin = max(found, key=lambda row: row.cells[column] != 1)
-    size = origin.cells[column]
-    return size, f"{column} is {size} in {origin.place}"
-
-
-def _table(
-    rows: list[_Row], wrong: _Column | None = None, reason: str = ""
-) -> list[str]:
+def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
     """Return a line for each row, with a mark under the wrong column of the last one."""
-    columns = [*dict.fromkeys(column for row in rows for column in row.cells)]
-    names = [column.name for column in columns]
-    columns.sort(key=lambda column: (names.index(column.name), column.number))
-    lines = [["", *map(str, columns)]]
-    lines += [
-        [row.place, *(f"{row.cells.get(c, '')}" for c in columns)] for row in rows
-    ]
-    lines.append(["", *("^" * (each == wrong) for each in columns)])
+    if not rows:
+        return []
+    widest_first = sorted(rows, key=lambda row: len(row.cells), reverse=True)
+    columns = [*dict.fromkeys(column for row in widest_first for column in row.cells)]
+    lines = [["", *columns]]
+    for row in rows:
+        sizes = {column: f"{cell.size}" for column, cell in row.cells.items()}
+        lines.append([row.place, *(sizes.get(column, "") for column in columns)])
+    if wrong:
+        lines.append(["", *("^" * (column == wrong) for column in columns)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
     for place, *cells in lines:
         padded = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
         texts.append("  ".join([place.ljust(widths[0]), *padded]).rstrip())
-    texts[-1] += f"  {reason}"
-    return texts if wrong else texts[:-1] if rows else []
+    texts[-1] += f"  {reason}" if wrong else ""
+    return texts
 
 
 def _got(item: _Item) -> str:
@@ -853,11 +802,9 @@ def _got(item: _Item) -> str:
         return f"{inside} of shape {(*shape,)}".removeprefix("torch.")
     if isinstance(inside, tuple):
         return f"({', '.join(map(_got, inside))})"
-    is_traced = isinstance(kind, bool)
-    if inside is not None and not is_traced:
+    if inside is not None:
         return repr(inside)
-    name = inside if is_traced else kind.__name__
-    return "None" if name == "NoneType" else name
+    return "None" if kind is NoneType else kind.__name__
 
 
 def _number(size: Any) -> Any:
@@ -869,16 +816,14 @@ def _number(size: Any) -> Any:
 
 def _callers_line(function: Any) -> str:
     """Return the line of the call, as `file:number: code`."""
-    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(None)]
+    frames = [*traceback.extract_stack()]
     if is_compiling():  # the frames of traced code are not on Python's stack
         from torch._guards import TracingContext
 
-        traced = TracingContext.extract_stack()
-        frames = [(f.filename, f.lineno or 0) for f in reversed(traced)] + frames
-    file, number = next(
-        (each for each in frames if not each[0].startswith(_NOT_THE_CALLER)), frames[-1]
-    )
-    code = linecache.getline(file, number).strip()
+        frames += TracingContext.extract_stack()
+    callers = [f for f in frames if not f.filename.startswith(_NOT_THE_CALLER)]
+    caller = callers[-1] if callers else frames[0]
+    code = caller.line or ""
     if function.__name__ not in code:
         code += f"  # {function.__qualname__}"
-    return f"{Path(file).name}:{number}: {code}"
+    return f"{Path(caller.filename).name}:{caller.lineno}: {code}"

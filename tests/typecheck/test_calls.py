@@ -231,8 +231,8 @@ def test_a_size_that_is_no_int_is_an_error_that_names_it(size):
 @typecheck
 def scores(
     q: Float[Tensor, "*batch query d"], k: Float[Tensor, "*#batch key d"], n: int = 2
-) -> tuple[Float[Tensor, "*batch query key"], Float[Tensor, "{n}*d"]]:
-    return q @ k.mT, ones(4)
+) -> tuple[Float[Tensor, "*batch query key"], Float[Tensor, "{n} 2*d"]]:
+    return q @ k.mT, ones(2, 4)
 
 
 def call_scores(*arguments):
@@ -259,13 +259,21 @@ TABLES = [
     ),
     (
         (QUERY, ones(2, 3, 7, 2), 5),
-        "                 *batch[-2]  *batch[-1]  query  d  key  {n}*d\n"
+        "                 *batch[-2]  *batch[-1]  query  d  key  {n}  2*d\n"
         "q                         2           3      5  2\n"
         "k                         2           3         2    7\n"
         "return value[0]           2           3      5       7\n"
-        "return value[1]                                             4\n"
-        "                                                            ^"
-        "  must be {n}*d, and n is 5",
+        "return value[1]                                           2    4\n"
+        "                                                          ^  n is 5",
+    ),
+    (
+        (ones(5, 3), ones(7, 3)),
+        "                 query  d  key  {n}  2*d\n"
+        "q                    5  3\n"
+        "k                       3    7\n"
+        "return value[0]      5       7\n"
+        "return value[1]                   2    4\n"
+        "                                       ^  must be 2*d",
     ),
     (
         (QUERY, ones(7)),
@@ -295,7 +303,7 @@ def test_the_message_is_the_line_of_the_call_and_a_table_of_axes(arguments, tabl
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("arguments", "table"), [TABLES[0], TABLES[2], TABLES[5]])
+@pytest.mark.parametrize(("arguments", "table"), [TABLES[0], TABLES[2], TABLES[6]])
 def test_with_fullgraph_torchs_error_has_the_same_message(dynamic, arguments, table):
     call = torch.compile(call_scores, backend="eager", fullgraph=True, dynamic=dynamic)
     with pytest.raises(RuntimeError) as caught:

@@ -96,7 +96,7 @@ COMPARED_IN_ALL_MODES: list[tuple[Any, Any]] = [
     (tuple[Float[Tensor, " n"], ...], (ones(2),)),
     (tuple[Float[Tensor, "n {count}"], None], (ones(2, 3), None)),
     (Shaped[Tensor, "m n {count}"], ones(5, 2, 3)),
-    (Float[Tensor, "#{count} 2*{count}+n _"], ones(1, 8, 2)),
+    (Float[Tensor, "#{count} 2*d+n _"], ones(1, 8, 2)),
     (Float[Tensor, "{x.ndim} ..."], ones(2, 1)),
 ]
 # Compiled code does not compare "*#batch" where sizes are symbols.
@@ -222,7 +222,7 @@ def jaxtyping_and_beartype(function):
     return jaxtyped(function, typechecker=beartype(conf=an_int_is_a_float))
 
 
-AXES = ["n", "d", "2", "#n", "#d", "n+1", "_", "{count}", "2*{count}", "#{count}"]
+AXES = ["n", "d", "2", "#n", "#d", "n+1", "_", "{count}", "2*d", "#{count}"]
 STARS = ["...", "*batch", "*#batch"]
 DTYPES: list[tuple[Any, torch.dtype]] = [
     (Float, torch.float32),
@@ -238,7 +238,7 @@ def drawn(number, stars):
     Sizes are 1, 2 or 3, and half of them are those that the names have in most arrays.
     """
     rng = random.Random(1)
-    sizes = {"n": 2, "d": 3, "n+1": 3, "{count}": 3, "2*{count}": 6}
+    sizes = {"n": 2, "d": 3, "n+1": 3, "{count}": 3, "2*d": 6}
 
     def array():
         kind, dtype = rng.choice(DTYPES if rng.random() < 0.2 else DTYPES[:1])
