@@ -1,8 +1,6 @@
 """Shape checks at run time: turn jaxtyping annotations into errors.
 
-`@typecheck` checks a function or a class, and `typecheck(module)` checks the public
-functions of a module, and the `__init__` and `forward` of its classes. A call that
-violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, with a table:
+A call that violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`:
 
     check_shapes.py:31: scores(q, k)
        *batch[-2]  *batch[-1]  query  d  key
@@ -28,10 +26,10 @@ in eager mode, and compiled code leaves this annotation unchecked.
 
 These names are not part of torch's public interface. If one goes, compiled code lacks
 
-- `torch._dynamo.comptime`: the checks,
+- `torch._dynamo.comptime`, and `python_type`, `as_proxy`, `items`, and
+  `node.meta["example_value"]` of what it shows: the checks,
 - `torch._dynamo.decorators.skip`: one graph in place of several, after a graph break,
 - `torch._guards.TracingContext`: the caller's line in an error,
-- `node.meta["example_value"]`: the checks of dynamic sizes,
 - `free_unbacked_symbols`: right calls with sizes that depend on values.
 """
 
@@ -53,7 +51,6 @@ import torch
 from jaxtyping import AnnotationError, Shaped, TypeCheckError, config, jaxtyped
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.fx.node import map_aggregate
 
 __all__ = ["typecheck"]
 
@@ -333,13 +330,12 @@ class _Check:
 
     def see(self, context: Any) -> None:
         """Check a call of which the compiler has traced the arguments, or the result."""
-        self.hide()
-        seen = self.before.traced(context.get_local("_typecheck_seen"))
-        found = self.after.traced(context.get_local("_typecheck_found"))
         try:
+            seen = self.before.traced(context.get_local("_typecheck_seen"))
+            found = self.after.traced(context.get_local("_typecheck_found"))
             message = self.message(seen, found)
-        except AnnotationError:  # it needs a size that the compiler does not show
-            return
+        except (AnnotationError, AttributeError, NotImplementedError):
+            return  # The compiler does not show what is needed.
         if message:
             context.graph_break(f"TypeCheckError: {message}")
 
@@ -434,18 +430,18 @@ def _describe_traced(variable: Any) -> _Item:
     """Return what $describe does, of what a compiler knows of a value."""
     kind = variable.python_type()
     if issubclass(kind, Tensor):
-        tensor = _known(variable)
+        tensor = _stand_in(variable)
         return kind, tensor.dtype, tensor.shape
     if issubclass(kind, tuple):
         return kind, tuple(map(_describe_traced, variable.items)), None
     return kind, None, None
 
 
-def _known(variable: Any) -> Any:
-    """Return a number, or what a compiler has in place of a tensor, or of a number."""
-    known = variable.as_proxy()
-    is_proxy = isinstance(known, torch.fx.Proxy)
-    return known.node.meta["example_value"] if is_proxy else known
+def _stand_in(variable: Any) -> Any:
+    """Return what a compiler has in place of a tensor, or of a size."""
+    proxy = variable.as_proxy()  # or a number
+    is_proxy = isinstance(proxy, torch.fx.Proxy)
+    return proxy.node.meta["example_value"] if is_proxy else proxy
 
 
 # What annotations take ---------------------------------------------------------------
@@ -510,10 +506,9 @@ class _Annotations:
             return None
         axes = []
         for axis, dim in zip(hint.dim_str.split(), hint.dims, strict=True):
-            text = (
-                f"{getattr(dim, 'elem', '0')}"  # of an expression, without # and name=
-            )
-            # Raise a SyntaxError for what Python cannot read.
+            # The text of an expression, without # and name=
+            text = getattr(dim, "elem", "0")
+            # This raises a SyntaxError for what Python cannot read.
             compile(f"f'{text}'" if "{" in text else text, axis, "eval")
             brace = re.fullmatch(r"\{([\w.]+)\}", text)
             if brace:
@@ -523,7 +518,8 @@ class _Annotations:
             axes.append(axis)
         if _BROADCAST.search(hint.dim_str):
             import numpy  # noqa: F401  # jaxtyping says nothing if it is missing
-        return _Array(hint.dtype[Any, " ".join(axes)], hint.dim_str)
+        titles = hint.dim_str.replace("#", "").split()
+        return _Array(hint.dtype[Any, " ".join(axes)], titles)
 
     def axis(self, brace: str) -> str:
         """Return the name of an axis of the size in braces."""
@@ -543,7 +539,7 @@ class _Annotations:
         count = len(self.parts)
         shown = [variable.items for variable in variables[:count]]
         items = [_describe_traced(*each) if each else None for each in shown]
-        return (*items, *map(_known, variables[count:]))
+        return (*items, *map(_stand_in, variables[count:]))
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
         """Return the size of each brace, and tell jaxtyping."""
@@ -604,20 +600,13 @@ def _pairs(option: Any, items: Any) -> list[tuple[list[Any], _Item]] | None:
     return [*zip(option, items, strict=True)] if len(option) == len(items) else None
 
 
-class _Tensor(NamedTuple):
-    """What jaxtyping reads of a tensor."""
-
-    dtype: Any
-    shape: tuple[Any, ...]
-
-
 class _Array:
-    """An array of jaxtyping, in which no axis has braces."""
+    """An array of jaxtyping, without braces in its axes."""
 
-    def __init__(self, hint: Any, text: str) -> None:
+    def __init__(self, hint: Any, titles: list[str]) -> None:
         self.hint = hint
-        self.axes = hint.dim_str.split()
-        self.titles = text.replace("#", "").split()  # of the axes, with braces
+        # By its title in a message, which may have braces.
+        self.axes = dict(zip(titles, hint.dim_str.split(), strict=True))
 
     def fits(self, item: _Item, has_symbols: bool) -> bool:
         _, dtype, shape = item
@@ -627,24 +616,22 @@ class _Array:
         if has_symbols:
             # jaxtyping compares *# by numpy, which would turn symbols into numbers.
             hint = hint.dtype[Any, _BROADCAST.sub("...", hint.dim_str)]
-        return _depends_on_values(shape) or isinstance(_Tensor(dtype, shape), hint)
+        return _depends_on_values(shape) or _takes(hint, dtype, shape)
 
     def cells(self, item: _Item) -> "dict[str, _Cell]":
         """Return its row, if dtype and rank fit, and no axis has the name of another."""
         _, dtype, shape = item
-        star = self.hint.index_variadic  # the index of "*batch" or "...", or None
-        any_sizes = ["..." if i == star else "_" for i in range(len(self.axes))]
-        any_array = self.hint.dtype[Any, " ".join(any_sizes)]
-        if shape is None or not isinstance(_Tensor(dtype, shape), any_array):
+        any_shape = self.hint.dtype[Any, "..."]
+        if shape is None or not _takes(any_shape, dtype, ()):
             return {}
         columns: dict[str, str] = {}
-        for i, (title, axis) in enumerate(zip(self.titles, self.axes, strict=True)):
-            if i == star:
-                for k in range(len(self.axes) - len(shape) - 1, 0):
+        for title, axis in self.axes.items():
+            if title.startswith(("*", "...")):
+                for k in range(len(self.axes) - 1 - len(shape), 0):
                     columns[f"{title}[{k}]"] = axis.replace("*", "")
             else:
                 columns[title] = axis
-        if len(columns) != len(shape):
+        if len(self.axes) < len(self.hint.dims) or len(columns) != len(shape):
             return {}
         cells = map(_Cell, columns.values(), map(_number, shape))
         return dict(zip(columns, cells, strict=True))
@@ -683,15 +670,20 @@ def _by_jaxtyping(function: Any, hints: dict[str, Any]) -> Any:
 
 
 def _axis_fits(axis: str, size: Any) -> bool:
-    """Return whether jaxtyping takes this size, which it then remembers."""
-    hint: Any = Shaped[Any, axis]
-    return isinstance(_Tensor("", (size,)), hint)
+    return _takes(Shaped[Any, axis], "", (size,))
+
+
+def _takes(hint: Any, dtype: Any, shape: Any) -> bool:
+    """Return whether jaxtyping takes an array, of which it then remembers the sizes."""
+    return isinstance(SimpleNamespace(dtype=dtype, shape=shape), hint)
 
 
 def _has_symbols(described: Any) -> bool:
-    leaves: list[Any] = []
-    map_aggregate(described, leaves.append)
-    return any(isinstance(leaf, SymInt) for leaf in leaves)
+    try:
+        hash(described)
+    except TypeError:  # of a symbol
+        return True
+    return False
 
 
 def _depends_on_values(shape: Any) -> bool:
@@ -723,16 +715,16 @@ class _Row(NamedTuple):
     cells: dict[str, _Cell]
 
 
-def _rows(place: str, options: list[Any], item: _Item) -> list[_Row]:
-    """Return the rows of the tensors in a value."""
-    arrays = [option for option in options if isinstance(option, _Array)]
-    # With several arrays, it is not known which of them was meant.
-    cells = arrays[0].cells(item) if len(arrays) == 1 else {}
+def _rows(place: str, options: list[Any], item: _Item) -> Iterator[_Row]:
+    """Yield the rows of the tensors in a value."""
+    known = [option for option in options if isinstance(option, (_Array, tuple))]
+    if len(known) != 1:  # which of several was meant?
+        return
+    cells = known[0].cells(item) if isinstance(known[0], _Array) else {}
     if cells:
-        return [_Row(place, cells)]
-    pairs = next(filter(None, (_pairs(option, item[1]) for option in options)), [])
-    rows = [_rows(f"{place}[{i}]", *pair) for i, pair in enumerate(pairs)]
-    return [row for each in rows for row in each]
+        yield _Row(place, cells)
+    for i, pair in enumerate(_pairs(known[0], item[1]) or ()):
+        yield from _rows(f"{place}[{i}]", *pair)
 
 
 def _explained(
@@ -750,8 +742,7 @@ def _explained(
             return _table(rows, column, reason)
     text = inspect.formatannotation(wrong.hint)
     text = text.replace("jaxtyping.", "").replace("'", '"')
-    got = _got(map_aggregate(item, _number))
-    return [*_table(rows), f"{wrong.place} must be {text}, got {got}"]
+    return [*_table(rows), f"{wrong.place} must be {text}, got {_got(item)}"]
 
 
 def _mark(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]:
@@ -765,11 +756,12 @@ def _mark(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]
                 reason = f"{column} is {cell.size} in {other.place}"
                 said.setdefault(column, (cell.size, reason))
     for column, cell in row.cells.items():
+        fits = _axis_fits(*cell)  # in "n n+1", this tells jaxtyping of n
         if cell.is_bound():
             size, reason = said.get(column, (cell.size, ""))
             if size != cell.size:
                 return column, reason
-        elif not _axis_fits(*cell):
+        elif not fits:
             return column, f"must be {column}"
     return "", ""
 
@@ -799,7 +791,8 @@ def _got(item: _Item) -> str:
     """Return a description in words."""
     kind, inside, shape = item
     if shape is not None:
-        return f"{inside} of shape {(*shape,)}".removeprefix("torch.")
+        sizes = tuple(map(_number, shape))
+        return f"{inside} of shape {sizes}".removeprefix("torch.")
     if isinstance(inside, tuple):
         return f"({', '.join(map(_got, inside))})"
     if inside is not None:

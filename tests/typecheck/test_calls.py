@@ -315,6 +315,18 @@ def test_with_fullgraph_torchs_error_has_the_same_message(dynamic, arguments, ta
     assert found.split() == table.split()
 
 
+def test_an_axis_may_depend_on_another_one_of_its_array():
+    @typecheck
+    def steps(x: Float[Tensor, "n n+1"]) -> None:
+        pass
+
+    with pytest.raises(TypeCheckError) as caught:
+        steps(ones(2, 2))
+    assert str(caught.value).partition("\n")[2] == (
+        "   n  n+1\nx  2    2\n        ^  must be n+1"
+    )
+
+
 def test_axes_of_batch_stand_in_their_order_where_a_later_row_has_more():
     @typecheck
     def wrong(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
