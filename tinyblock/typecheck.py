@@ -321,7 +321,7 @@ class _Check:
         message = self.message(seen, found or ())
         if message:
             raise TypeCheckError(message)
-        if found is None or is_compiling() or _has_symbols((seen, found)):
+        if found is None or _has_symbols((seen, found)):
             return
         if len(self.known) >= 2 * _MAX_DESCRIPTIONS:
             self.known.clear()
@@ -485,19 +485,18 @@ class _Annotations:
             return [tuple(p if p is Ellipsis else self.read(p) for p in parts)]
         if origin is Literal:
             return [*parts]
-        option: Any = None
-        if hint is Any:
-            option = object
-        elif hint is None:
-            option = NoneType
-        elif origin is Callable:
-            option = Callable
-        elif isinstance(hint, type) and hasattr(hint, "dim_str"):  # jaxtyping's
-            option = self.array(hint)
-        elif isinstance(hint, type) and origin is None:
-            option = hint if type(hint).__instancecheck__ in _PLAIN else None
-        self.is_refused = self.is_refused or option is None
-        return [object if option is None else option]
+        if hint is Any or hint is None:
+            return [object if hint is Any else NoneType]
+        if origin is Callable:
+            return [Callable]
+        if isinstance(hint, type) and hasattr(hint, "dim_str"):  # jaxtyping's
+            array = self.array(hint)
+            if array is not None:
+                return [array]
+        elif isinstance(hint, type) and type(hint).__instancecheck__ in _PLAIN:
+            return [hint]
+        self.is_refused = True
+        return [object]
 
     def array(self, hint: Any) -> "_Array | None":
         """Return an array with an axis in place of each size in braces."""
