@@ -17,8 +17,7 @@ In eager mode, a call is checked only if its description is new. Code that torch
 traces is checked while it is traced: a size is a number, or a symbol that gets a guard
 when it is compared. So the compiled code has no checks, and a call with other sizes is
 traced, and checked, again. A wrong call breaks the graph, so that Python runs the wrapper,
-which raises the error. With fullgraph=True, torch.compile raises an error of its own,
-which contains this one.
+which raises the error.
 
 If an annotation is more than classes, arrays of torch.Tensor, tuples and unions of these,
 None, Any, Literal, and Callable, jaxtyping and beartype check each call of the function
@@ -126,9 +125,7 @@ def _annotated_functions(
     owner: ModuleType | type,
 ) -> Iterator[tuple[ModuleType | type, str, FunctionType]]:
     """Yield (owner, name, function) for each public function that is defined there."""
-    names = [
-        name for name in vars(owner) if name == "__init__" or not name.startswith("_")
-    ]
+    names = [n for n in vars(owner) if n == "__init__" or not n.startswith("_")]
     # The module in which a class is defined, or the module itself.
     home = vars(owner).get("__module__", owner.__name__)
     for name in getattr(owner, "__all__", names):
@@ -358,17 +355,17 @@ class _Check:
         """Return what is wrong with a call, or an empty text."""
         has_symbols = _has_symbols((seen, found))
         sizes: dict[str, Any] = {}
-        right: list[tuple[_Part, _Item]] = []
+        checked: list[tuple[_Part, _Item]] = []
         with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
             for side, description in ((self.before, seen), (self.after, found)):
                 sizes |= side.sizes_in(description)
                 for part, item in zip(side.parts, description, strict=False):
                     if item is None:
                         continue
+                    checked.append((part, item))
                     if not _fits(part.options, item, has_symbols):
-                        lines = _explained(part, item, right, sizes)
+                        lines = _explained(checked, sizes)
                         return "\n".join([_callers_line(self.function), *lines])
-                    right.append((part, item))
         return ""
 
 
@@ -617,7 +614,7 @@ class _Array:
             hint = hint.dtype[Any, _BROADCAST.sub("...", hint.dim_str)]
         return _depends_on_values(shape) or _takes(hint, dtype, shape)
 
-    def cells(self, item: _Item) -> "dict[str, _Cell]":
+    def cells(self, item: _Item) -> "_Cells":
         """Return its row, if dtype and rank fit, and no axis has the name of another."""
         _, dtype, shape = item
         any_shape = self.hint.dtype[Any, "..."]
@@ -707,54 +704,52 @@ class _Cell(NamedTuple):
         return name.isidentifier() and not name.startswith("_") and not may_differ
 
 
-class _Row(NamedTuple):
-    """A tensor. The columns are the titles of its axes."""
-
-    place: str
-    cells: dict[str, _Cell]
+# The columns are the titles of axes, and the rows the places of tensors.
+_Cells = dict[str, _Cell]
+_Rows = dict[str, _Cells]
 
 
-def _rows(place: str, options: list[Any], item: _Item) -> Iterator[_Row]:
-    """Yield the rows of the tensors in a value."""
+def _rows(place: str, options: list[Any], item: _Item) -> _Rows:
+    """Return the rows of the tensors in a value."""
     known = [option for option in options if isinstance(option, (_Array, tuple))]
     if len(known) != 1:  # which of several was meant?
-        return
-    cells = known[0].cells(item) if isinstance(known[0], _Array) else {}
-    if cells:
-        yield _Row(place, cells)
+        return {}
+    if isinstance(known[0], _Array):
+        cells = known[0].cells(item)
+        return {place: cells} if cells else {}
+    rows: _Rows = {}
     for i, pair in enumerate(_pairs(known[0], item[1]) or ()):
-        yield from _rows(f"{place}[{i}]", *pair)
+        rows |= _rows(f"{place}[{i}]", *pair)
+    return rows
 
 
-def _explained(
-    wrong: _Part,
-    item: _Item,
-    right: list[tuple[_Part, _Item]],
-    sizes: dict[str, Any],
-) -> list[str]:
-    """Return the lines about a value that does not fit, after the rows of right ones."""
-    rows = [row for part, x in right for row in _rows(part.place, part.options, x)]
-    for row in _rows(wrong.place, wrong.options, item):
-        column, reason = _mark(row, rows, sizes)
-        rows.append(row)
+def _explained(checked: list[tuple[_Part, _Item]], sizes: Any) -> list[str]:
+    """Return the lines about the last value, which is wrong, and the right ones."""
+    *right, (part, item) = checked
+    rows: _Rows = {}
+    for other, its_item in right:
+        rows |= _rows(other.place, other.options, its_item)
+    for place, cells in _rows(part.place, part.options, item).items():
+        column, reason = _mark(cells, rows, sizes)
+        rows[place] = cells
         if column:
             return _table(rows, column, reason)
-    text = inspect.formatannotation(wrong.hint)
+    text = inspect.formatannotation(part.hint)
     text = text.replace("jaxtyping.", "").replace("'", '"')
-    return [*_table(rows), f"{wrong.place} must be {text}, got {_got(item)}"]
+    return [*_table(rows), f"{part.place} must be {text}, got {_got(item)}"]
 
 
-def _mark(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]:
+def _mark(cells: _Cells, rows: _Rows, sizes: dict[str, Any]) -> tuple[str, str]:
     """Return the column that does not fit, and why, or nothing if it is not known."""
     said = {}
     for brace, size in sizes.items():
         said[f"{{{brace}}}"] = _number(size), f"{brace} is {_number(size)}"
-    for other in rows:
-        for column, cell in other.cells.items():
+    for place, others in rows.items():
+        for column, cell in others.items():
             if cell.is_bound():
-                reason = f"{column} is {cell.size} in {other.place}"
+                reason = f"{column} is {cell.size} in {place}"
                 said.setdefault(column, (cell.size, reason))
-    for column, cell in row.cells.items():
+    for column, cell in cells.items():
         fits = _axis_fits(*cell)  # in "n n+1", this tells jaxtyping of n
         if cell.is_bound():
             size, reason = said.get(column, (cell.size, ""))
@@ -765,25 +760,23 @@ def _mark(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]
     return "", ""
 
 
-def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
+def _table(rows: _Rows, wrong: str = "", reason: str = "") -> list[str]:
     """Return a line for each row, with a mark under the wrong column of the last one."""
-    if not rows:
-        return []
-    widest_first = sorted(rows, key=lambda row: len(row.cells), reverse=True)
-    columns = [*dict.fromkeys(column for row in widest_first for column in row.cells)]
-    lines = [["", *columns]]
-    for row in rows:
-        sizes = {column: f"{cell.size}" for column, cell in row.cells.items()}
-        lines.append([row.place, *(sizes.get(column, "") for column in columns)])
+    widest_first = sorted(rows.values(), key=len, reverse=True)
+    columns = [*dict.fromkeys(column for cells in widest_first for column in cells)]
+    grid = [["", *columns]]
+    for place, cells in rows.items():
+        sizes = {column: f"{cell.size}" for column, cell in cells.items()}
+        grid.append([place, *(sizes.get(column, "") for column in columns)])
+    grid.append(["", *("^" if column == wrong else "" for column in columns)])
+    first, *widths = [max(map(len, texts)) for texts in zip(*grid, strict=True)]
+    lines = []
+    for place, *texts in grid:
+        padded = [text.rjust(width) for text, width in zip(texts, widths, strict=True)]
+        lines.append("  ".join([place.ljust(first), *padded]).rstrip())
     if wrong:
-        lines.append(["", *("^" * (column == wrong) for column in columns)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = []
-    for place, *cells in lines:
-        padded = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
-        texts.append("  ".join([place.ljust(widths[0]), *padded]).rstrip())
-    texts[-1] += f"  {reason}" if wrong else ""
-    return texts
+        lines[-1] += f"  {reason}"
+    return [line for line in lines if line]
 
 
 def _got(item: _Item) -> str:
