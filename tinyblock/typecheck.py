@@ -25,8 +25,8 @@ in eager mode, and compiled code leaves this annotation unchecked.
 
 These names are not part of torch's public interface. If one goes, compiled code lacks
 
-- `torch._dynamo.comptime`, and `python_type`, `as_proxy`, `items`, and
-  `node.meta["example_value"]` of what it shows: the checks,
+- `torch._dynamo.comptime`, and of what it shows, the VariableTracker with `python_type`,
+  `items`, `as_proxy`, and `node.meta["example_value"]`: the checks,
 - `torch._dynamo.decorators.skip`: one graph in place of several, after a graph break,
 - `torch._guards.TracingContext`: the caller's line in an error,
 - `free_unbacked_symbols`: right calls with sizes that depend on values.
@@ -377,8 +377,8 @@ class _Part(NamedTuple):
 
     place: str  # in messages
     value: str  # the expression that reads it
-    hint: Any
-    options: list[Any]  # what the annotation takes
+    hint: Any  # the annotation
+    options: list[Any]  # what it takes
     default: Any
 
     def described(self) -> str:
@@ -396,7 +396,7 @@ class _Part(NamedTuple):
         return self.unless_default("None", item)
 
     def shown(self) -> str:
-        """Return the expression of its value, in a tuple, in code that is traced."""
+        """Return the expression of `(value,)` in code that is traced, or of `()`."""
         has_array = any(isinstance(leaf, _Array) for leaf in _leaves(self.options))
         # The compiler does not say whether a tensor is the default.
         if not has_array or isinstance(self.default, Tensor):
@@ -502,8 +502,7 @@ class _Annotations:
             return None
         axes = []
         for axis, dim in zip(hint.dim_str.split(), hint.dims, strict=True):
-            # The text of an expression, without # and name=
-            text = getattr(dim, "elem", "0")
+            text = getattr(dim, "elem", "0")  # of an expression, without # and name=
             # This raises a SyntaxError for what Python cannot read.
             compile(f"f'{text}'" if "{" in text else text, axis, "eval")
             brace = re.fullmatch(r"\{([\w.]+)\}", text)
@@ -515,10 +514,11 @@ class _Annotations:
         if _BROADCAST.search(hint.dim_str):
             import numpy  # noqa: F401  # jaxtyping says nothing if it is missing
         titles = hint.dim_str.replace("#", "").split()
+        # Any, because it is asked about descriptions.
         return _Array(hint.dtype[Any, " ".join(axes)], titles)
 
     def axis(self, brace: str) -> str:
-        """Return the name of an axis of the size in braces."""
+        """Return the name of an axis that stands for a size in braces."""
         if brace.partition(".")[0] not in self.parameters:
             raise AnnotationError(f"no parameter has the name in {{{brace}}}")
         new = f"typecheck_{self.when}_{len(self.axes)}"
@@ -530,11 +530,11 @@ class _Annotations:
         return f"({''.join(f'{item}, ' for item in items)})"
 
     def traced(self, local: Any) -> _Description:
-        """Return the description, from what a compiler knows of the values shown."""
+        """Return the description, from what a compiler knows of the parts shown."""
         variables = local._i_will_not_complain_if_bc_breaks_VariableTracker().items
         count = len(self.parts)
         shown = [variable.items for variable in variables[:count]]
-        items = [_describe_traced(*each) if each else None for each in shown]
+        items = [_describe_traced(*value) if value else None for value in shown]
         return (*items, *map(_stand_in, variables[count:]))
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
@@ -575,6 +575,7 @@ def _is_value(option: Any) -> bool:
 
 
 def _fits_option(option: Any, item: _Item, has_symbols: bool) -> bool:
+    """Return whether a value is right, if there were no other option."""
     kind, inside, _ = item
     if isinstance(option, _Array):
         return option.fits(item, has_symbols)
@@ -712,7 +713,7 @@ _Rows = dict[str, _Cells]
 def _rows(place: str, options: list[Any], item: _Item) -> _Rows:
     """Return the rows of the tensors in a value."""
     known = [option for option in options if isinstance(option, (_Array, tuple))]
-    if len(known) != 1:  # which of several was meant?
+    if len(known) != 1:  # With several, it is not known which of them was meant.
         return {}
     if isinstance(known[0], _Array):
         cells = known[0].cells(item)
