@@ -388,7 +388,7 @@ class _Part(NamedTuple):
         if isinstance(options[0], _Array) and len(options) == 1:
             # At once, what $describe returns.
             item = f"($Tensor, {value}.dtype, {value}.shape)"
-            item += f" if {value}.__class__ is $Tensor else $describe({value})"
+            item += f" if {value}.__class__ is $Tensor else $describe({value}, False)"
         elif all(isinstance(option, type) for option in options):
             item = f"({value}.__class__, None, None)"
         else:
@@ -409,7 +409,7 @@ class _Part(NamedTuple):
         return f"{default} if {self.value} is $default_{self.value} else {item}"
 
 
-def _describe(value: Any, by_value: bool = False) -> _Item:
+def _describe(value: Any, by_value: bool) -> _Item:
     kind = value.__class__
     if isinstance(value, Tensor):
         try:
