@@ -230,7 +230,7 @@ def _wrapper(check: "_Check") -> Any:
 
     names: dict[str, Any] = {
         "$function": check.function,
-        "$call": by_jaxtyping if check.by_jaxtyping else check.function,
+        "$call": check.function,
         "$last": check.last,
         "$check": run,
         "$see": see,
@@ -241,7 +241,8 @@ def _wrapper(check: "_Check") -> Any:
     seen = check.before.expression(_Part.described)
     found = check.after.expression(_Part.described)
     if check.by_jaxtyping is not None:  # which checks each call
-        seen = found = "()"
+        names["$call"] = by_jaxtyping
+        seen = found = "()"  # which needs no check
     parameters, arguments = [], []
     for name, parameter in check.signature.parameters.items():
         parameter = parameter.replace(annotation=_EMPTY)
@@ -305,8 +306,7 @@ class _Check:
                 raise AnnotationError(f"cannot read the {place}: {error}") from error
         # Of the arguments of right calls, each with None and with the results.
         self.known: set[tuple[_Description, _Description | None]] = set()
-        # Those of the call before. An empty description needs no check.
-        self.last: list[Any] = [((), ())]
+        self.last: list[Any] = [((), ())]  # those of the call before
         self.by_jaxtyping: Any = None
         if self.before.is_refused or self.after.is_refused:
             self.by_jaxtyping = _by_jaxtyping(function, hints)
@@ -667,6 +667,7 @@ def _by_jaxtyping(function: Any, hints: dict[str, Any]) -> Any:
 
 
 def _axis_fits(axis: str, size: Any) -> bool:
+    """Return whether jaxtyping takes this size for an axis."""
     return _takes(Shaped[Any, axis], "", (size,))
 
 
