@@ -65,11 +65,7 @@ _LITERALS = (bool, int, str, bytes, Enum, NoneType)
 _EMPTY = inspect.Parameter.empty
 _BROADCAST = re.compile(r"[*#]{2}\w+")  # as in "*#batch"
 # The frames of these are not the caller's.
-_NOT_THE_CALLER = (
-    "<typecheck of",
-    (lambda: 0).__code__.co_filename,
-    f"{Path(torch.__file__).parent}{os.sep}",
-)
+_NOT_THE_CALLER = ("<typecheck of", __file__, f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def typecheck(target: _Target) -> _Target:
