@@ -143,6 +143,18 @@ def test_all_items_of_a_tuple_are_checked(in_mode):
         call((x,) * 11)
 
 
+@typecheck
+def paired(pair: tuple[Float[Tensor, " n"], int, str]) -> Tensor:
+    return pair[0] + 1
+
+
+def test_each_item_of_a_tuple_is_compared_with_its_own_class(in_mode):
+    call = in_mode(paired)
+    call((w, 1, "a"))
+    with raises("pair"):
+        call((w, "a", 1))
+
+
 def test_equal_unions_of_two_modules_are_understood():
     """Beartype rejected the right calls of the second module, when typecheck passed
     Union[A, B] to it for `x`: it remembered this as the equal A | B of `*xs`.
