@@ -185,6 +185,23 @@ def test_a_validator_of_values_is_asked_at_each_call_in_eager_mode():
         positive(-w)
 
 
+def test_a_class_that_looks_into_a_value_is_asked_at_each_call():
+    """A tensor of a subclass is an nn.Parameter if it has an attribute."""
+
+    class Masked(Tensor):
+        pass
+
+    @typecheck
+    def train(weight: nn.Parameter) -> None:
+        pass
+
+    weight: Any = w.as_subclass(Masked)
+    weight._is_param = True
+    train(weight)
+    with raises("weight"):
+        train(w.as_subclass(Masked))  # type: ignore[arg-type]
+
+
 def test_a_function_under_a_decorator_is_refused_and_one_below_it_is_checked(in_mode):
     def scale(x: Float[Tensor, "n d"], gain: Float[Tensor, " d"]) -> Tensor:
         return x * gain
