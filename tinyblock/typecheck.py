@@ -210,10 +210,10 @@ def _wrapper(check: "_Check") -> Any:
             is_known = (seen, found) in check.known
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
             is_known = False
-        if not is_known:
-            check.learn(seen, found)
-        elif found is not None:
+        if is_known:
             check.last[0] = seen, found
+        else:
+            check.learn(seen, found)
 
     def by_jaxtyping(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
