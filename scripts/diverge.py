@@ -25,16 +25,12 @@ if __name__ == "__main__":
 import torch
 from diverging.mistakes import Answer, compare
 from diverging.rounding import Rounding, rounding
-from diverging.runs import Refused, subjects_of
+from diverging.runs import subjects_of
+from lab.options import Refused
 from lab.progress import show_progress
 from lab.tables import number, share, terminal
-from profile_block import DTYPES, device, new_file, users_build
+from profile_block import DTYPES, add_device, new_file, users_build
 from profiling.runs import Build
-
-EAGER = (
-    "If an operation has no float64, build the model with its eager form, such as "
-    "attn_implementation='eager'."
-)
 
 
 def answer(
@@ -46,22 +42,20 @@ def answer(
     """Build the models, and compare them, or one with itself in float64."""
     show_progress("building")
     subjects = subjects_of(builds, device, dtype)
-    ours = subjects[0]
-    same, partner, pairs = "", None, dict[str, str]()
+    ours, same = subjects[0], ""
+    partner, pairs = None, dict[str, str]()
     if len(subjects) > 1:
         show_progress("comparing in float64")
         found = compare(*subjects)
         if isinstance(found, Answer):
             return found
-        pairs = found
-        same = "SAME FUNCTION; "
+        same, pairs = "SAME FUNCTION; ", found
         show_progress("comparing roundings")
         partner = rounding(subjects.pop())  # and free it
     elif compiled:
         partner = rounding(ours)
-        pairs = {name: name for name in partner.names}
-    own = rounding(ours, compiled)
-    described = describe(own, partner, pairs)
+        pairs = {name: name for name in partner.parts}
+    described = describe(rounding(ours, compiled), partner, pairs)
     described.line = f"{same}in {str(ours.dtype)[6:]}, {described.line}"
     return described
 
@@ -71,28 +65,35 @@ def describe(own: Rounding, theirs: Rounding | None, pairs: dict[str, str]) -> A
 
     pairs: the name of a call of theirs for that of ours.
     """
+    parts = sorted(dict.fromkeys(own.parts.values()), key=lambda part: -part.share)
     line = f"the result is off by {own.off:.1e}"
     columns = ["part", "calls", "error", "least", "of least", "share"]
-    expected: dict[str, float] = {}
+    than, expected = "the least error", dict.fromkeys(parts, 1.0)
     if theirs:
         line += f", theirs by {theirs.off:.1e}"
         columns.append("partner's")
+        than, expected = "its partner's error", {}
         for name, other in pairs.items():
-            expected[own.names[name]] = theirs.parts[theirs.names[other]].ratio
+            expected[own.parts[name]] = theirs.parts[other].ratio
     rows: list[list[Any]] = []
-    excess = {}
-    for name, part in sorted(own.parts.items(), key=lambda item: -item[1].share):
-        if part.squares or part.share:
-            row = [name, part.calls, part.error, part.least, part.ratio, part.share]
-            rows.append([*row, expected.get(name, "")] if theirs else row)
-        if name in expected or not theirs:  # no part can have less than the least error
-            excess[name] = part.ratio / max(expected.get(name, 1.0), 1.0)
+    for part in parts:
+        if part.errors or part.share:
+            row = [
+                part.name,
+                part.calls,
+                part.error,
+                part.least,
+                part.ratio,
+                part.share,
+            ]
+            rows.append([*row, expected.get(part, "")] if theirs else row)
     if rows:
         line += f"; most comes from {rows[0][0]} ({share(rows[0][5], 2)})"
+    # No part can have less than the least error.
+    excess = {part: part.ratio / max(expected[part], 1.0) for part in expected}
     if excess:
         worst = max(excess, key=excess.__getitem__)
-        than = "its partner's error" if theirs else "the least error"
-        line += f"; at most {excess[worst]:.2f} times {than}: {worst}"
+        line += f"; at most {excess[worst]:.2f} times {than}: {worst.name}"
     return Answer(line, 0, columns, rows)
 
 
@@ -120,26 +121,24 @@ def main(arguments: list[str] | None = None) -> int:
         help="cast the models to this dtype (default: leave them as they are built)",
     )
     add("--compile", action="store_true", help="compile each module of ours alone")
-    add(
-        "--device",
-        type=device,
-        choices=["cuda", "cpu"],
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="run on this device (default: %(default)s)",
-    )
+    add_device(add)
     add("--json", type=new_file, metavar="FILE", help="write all figures")
     typed = parser.parse_args(arguments)
     place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
     try:
-        builds = [build_of("--ours", typed.ours)]
+        builds = [users_build(typed.ours, given_by="--ours")]
         if typed.theirs:
-            builds.append(build_of("--theirs", typed.theirs))
+            builds.append(users_build(typed.theirs, given_by="--theirs"))
         found = answer(builds, place, dtype, typed.compile)
     except Refused as refused:
         parser.error(str(refused))
     except Exception:  # of the user's code: exit code 1 would say that it has a mistake
         traceback.print_exc()
-        print(EAGER, file=sys.stderr)
+        print(
+            "If an operation has no float64, build the model with its eager form, such "
+            "as attn_implementation='eager'.",
+            file=sys.stderr,
+        )
         return 2
     show_progress("")
     rows = [list(map(cell, found.columns, row)) for row in found.rows]
@@ -147,13 +146,6 @@ def main(arguments: list[str] | None = None) -> int:
     if typed.json:
         typed.json.write_text(json.dumps(asdict(found), indent=1))
     return found.exit_code
-
-
-def build_of(option: str, name: str) -> Build:
-    try:
-        return users_build(name, given_by=option)
-    except ValueError as error:
-        raise Refused(str(error)) from error
 
 
 if __name__ == "__main__":

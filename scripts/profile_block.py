@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from lab.options import positive
+from lab.options import Refused, positive
 from lab.progress import show_progress
 from lab.sizes import PRESETS, Size
 from lab.timing import clock_of
@@ -133,13 +133,7 @@ def options() -> argparse.ArgumentParser:
     add("--d-ff", type=positive, metavar="N", help="set the width of the FFN")
     add("--num-layers", type=positive, metavar="N", help="measure a stack of N blocks")
     add = parser.add_argument_group("measurement").add_argument
-    add(
-        "--device",
-        type=device,
-        choices=["cuda", "cpu"],
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="run on this device (default: %(default)s)",
-    )
+    add_device(add)
     add(
         "--dtype",
         choices=DTYPES,
@@ -178,6 +172,16 @@ def options() -> argparse.ArgumentParser:
         help="write a trace of one run, which ui.perfetto.dev shows",
     )
     return parser
+
+
+def add_device(add: Callable[..., object]) -> None:
+    add(
+        "--device",
+        type=device,
+        choices=["cuda", "cpu"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="run on this device (default: %(default)s)",
+    )
 
 
 def device(text: str) -> str:
@@ -247,7 +251,7 @@ def option(name: str) -> str:
 
 
 def moved(device: torch.device, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return an input on the device, in the model's dtype if it is of floats."""
+    """Return a tensor on the device, in the dtype if it is of floats. float32 casts nothing."""
     tensor = tensor.to(device)
     is_cast = tensor.is_floating_point() and dtype != torch.float32
     return tensor.to(dtype) if is_cast else tensor
@@ -262,30 +266,29 @@ def users_build(
     given_by: the option that names the function.
 
     Raises:
-        ValueError: there is no such module or function.
+        Refused: there is no such module or function.
     """
     module_name, _, function_name = name.partition(":")
     wrong = f"{given_by} must be MODULE:FUNCTION, got {name}"
     if not (module_name and function_name):
-        raise ValueError(wrong)
+        raise Refused(wrong)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = f"{error.name}."
         if not f"{module_name}.".startswith(missing):
             raise  # the module is there, and imports what is not
-        raise ValueError(
+        raise Refused(
             f"{wrong}, but no module {error.name} is on PYTHONPATH"
         ) from error
     if not hasattr(module, function_name):
-        raise ValueError(f"{wrong}, but {module.__file__} has no {function_name}")
+        raise Refused(f"{wrong}, but {module.__file__} has no {function_name}")
     function = getattr(module, function_name)
 
     def build(device: torch.device, dtype: torch.dtype) -> Built:
         model, inputs = model_and_inputs(name, function())
-        model.to(device)
-        if dtype != torch.float32:  # a cast would make complex buffers real
-            model.to(dtype)
+        move = partial(moved, device, dtype)
+        model._apply(move)  # model.to would make complex buffers real
         if inputs is None:
             return model
         if isinstance(inputs, Mapping):  # a tokenizer returns one that is no dict
@@ -294,7 +297,7 @@ def users_build(
             raise SystemExit(
                 f"{name} returns inputs, so it must be used without {', '.join(typed)}"
             )
-        return model, tree_map_only(Tensor, partial(moved, device, dtype), inputs)
+        return model, tree_map_only(Tensor, move, inputs)
 
     return build
 

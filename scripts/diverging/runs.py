@@ -1,6 +1,5 @@
 """Build models in float64, run them, and keep what their modules get and return."""
 
-import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,15 +9,12 @@ from typing import Any
 
 import torch
 from float64 import in_float64
+from lab.options import Refused
 from profiling.parts import results_in
 from profiling.runs import Build, Inputs, call, copied
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-
-class Refused(ValueError):
-    """Something that this program does not take."""
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -31,8 +27,8 @@ def numbers(tensor: Tensor) -> Tensor:
     """Return the numbers in float64. Those of masks, beyond 1e30, and NaN become 0."""
     tensor = flat(tensor)
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    wide = tensor.flatten().double()
+        tensor = torch.view_as_real(tensor.resolve_conj()).flatten()
+    wide = tensor.double()
     return torch.where(wide.abs() < 1e30, wide, 0.0)
 
 
@@ -76,94 +72,85 @@ class Call:
         return outer is not None and (outer is other or outer.is_inside(other))
 
 
-@dataclass(eq=False)
+@dataclass
 class Run:
-    """The calls of a model's modules, in the order in which they end.
+    """The calls of a model's modules, in the order in which they end, and its result."""
 
-    forced: calls of an equal model. Each call gets their inputs, and what contains it gets
-        their results, so that a call's own result has no error of another call. Gradients
-        pass as if nothing was forced.
-    exchange: gets a call, what its module got, and its output, and returns the output.
+    calls: list[Call]
+    result: Tensor
+
+
+Instead = Callable[[Call, bool], list[Tensor]]
+
+
+def run(model: nn.Module, inputs: Inputs, instead: Instead = lambda *_: []) -> Run:
+    """Run a model, and keep what its modules get and return.
+
+    instead: gets a call, and whether it has ended. It returns values for the call's inputs,
+        or in the end for its results: as many tensors, or none. Gradients pass as if
+        nothing was changed.
+
+    Raises:
+        Refused: forward draws random numbers.
     """
-
-    model: nn.Module
-    forced: dict[str, Call] = field(default_factory=dict)
-    exchange: Callable[[Call, list[Any], Any], Any] | None = None
-    calls: list[Call] = field(default_factory=list)
-    _open: list[Call] = field(default_factory=list)
-    _counts: Counter[str] = field(default_factory=Counter)
-
-    def start(self, inputs: Inputs) -> "Run":
-        hooks: list[Any] = []
-        for path, module in self.model.named_modules():
-            begin = partial(self._begin, path or "the model")
-            hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._end, with_kwargs=True))
-        torch.manual_seed(0)
-        on_gpu = any(weight.is_cuda for weight in self.model.parameters())
-        random_state = torch.cuda.get_rng_state if on_gpu else torch.get_rng_state
-        before = random_state()
-        output = call(self.model, copied(inputs))  # which may be changed in place
-        for hook in hooks:
-            hook.remove()
-        if not torch.equal(before, random_state()):
-            raise Refused(
-                "forward must not draw random numbers; set probabilities to 0"
-            )
-        results = results_in(output, set())
-        self.result = next(each for each in results if each.is_floating_point())
-        return self
+    open_calls, calls, counts = list[Call](), list[Call](), Counter[str]()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._counts[path] += 1
-        again = f" (call {self._counts[path]})" if self._counts[path] > 1 else ""
+    def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        counts[path] += 1
+        again = f" (call {counts[path]})" if counts[path] > 1 else ""
         leaves = tree_leaves((args, kwargs))
-        begun = Call(
-            name=path + again,
-            module=module,
-            outer=self._open[-1] if self._open else None,
-            takes_one=len(leaves) == 1 and isinstance(leaves[0], Tensor),
-        )
-        self._open.append(begun)
-        forced = self.forced.get(begun.name)
-        return passed_on((args, kwargs), begun.inputs, forced.inputs if forced else [])
+        takes_one = len(leaves) == 1 and isinstance(leaves[0], Tensor)
+        outer = open_calls[-1] if open_calls else None
+        begun = Call(path + again, module, outer, takes_one)
+        open_calls.append(begun)
+        return passed_on((args, kwargs), begun.inputs, partial(instead, begun, False))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        ended = self._open.pop()
-        self.calls.append(ended)
-        if self.exchange is not None:
-            output = self.exchange(ended, tree_leaves((args, kwargs)), output)
-        forced = self.forced.get(ended.name)
-        return passed_on(output, ended.results, forced.results if forced else [])
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        ended = open_calls.pop()
+        calls.append(ended)
+        return passed_on(output, ended.results, partial(instead, ended, True))
 
-    def forget_values(self) -> None:
-        """Free memory once values are compared."""
-        for each in self.calls:
-            for seen in (*each.inputs, *each.results):
-                seen.value = seen.value.new_empty(0)
+    hooks: list[Any] = []
+    for path, module in model.named_modules():
+        named = partial(begin, path or "the model")
+        hooks.append(module.register_forward_pre_hook(named, with_kwargs=True))
+        hooks.append(module.register_forward_hook(end))
+    torch.manual_seed(0)
+    on_gpu = any(weight.is_cuda for weight in model.parameters())
+    random_state = torch.cuda.get_rng_state if on_gpu else torch.get_rng_state
+    before = random_state()
+    output = call(model, copied(inputs))  # which may be changed in place
+    for hook in hooks:
+        hook.remove()
+    if not torch.equal(before, random_state()):
+        raise Refused("forward must not draw random numbers; set probabilities to 0")
+    results = results_in(output, set())
+    return Run(calls, next(each for each in results if each.is_floating_point()))
 
 
-def passed_on(tree: Any, kept: list[Seen], forced: list[Seen]) -> Any:
-    """Keep tensors, and return aliases with gradients, which may have forced values."""
-    values = iter(forced)
+def passed_on(tree: Any, kept: list[Seen], instead: Callable[[], list[Tensor]]) -> Any:
+    """Keep the tensors of a tree, and return aliases, whose gradients are kept."""
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, Tensor):
+            zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
+            kept.append(Seen(tensor.detach().clone(), tensor.grad_fn, zeros))
+    seen, values = iter(kept), iter(instead())
 
     def alias(tensor: Tensor) -> Tensor:
-        zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
-        seen = Seen(tensor.detach().clone(), tensor.grad_fn, zeros)
-        kept.append(seen)
-        other = next(values).value if forced else tensor
-        if other.shape != tensor.shape:  # a router chose other tokens
-            other = tensor
+        keeper, value = next(seen), next(values, tensor)
+        if value.shape != tensor.shape:  # a router chose other tokens
+            value = tensor
         if not (torch.is_grad_enabled() and tensor.is_floating_point()):
-            return other
+            return value
+        own = tensor
         if not tensor.requires_grad:  # such as a table's rows
-            tensor = tensor.detach().requires_grad_().clone()
-        same = tensor.view_as(tensor)
-        same.register_hook(partial(setattr, seen, "gradient"))
-        if forced:  # in value only
-            same.data = other.to(same.dtype, copy=True)
+            own = tensor.detach().requires_grad_().clone()
+        same = own.view_as(own)
+        same.register_hook(partial(setattr, keeper, "gradient"))
+        if value is not tensor:
+            same.data = value.to(same.dtype, copy=True)
         return same
 
     return tree_map_only(Tensor, alias, tree)
@@ -178,8 +165,8 @@ class NoTies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.topk.default and result[0].numel():
             least = result[0].min(-1, keepdim=True).values
-            chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
-            if ((chosen < all_equal) & least[..., 0].isfinite()).any():
+            may_be_chosen = ((args[0] >= least) & least.isfinite()).sum()
+            if may_be_chosen > result[0].numel():
                 raise Refused(
                     "a router must not choose between equal scores, got some; use other "
                     "inputs, or weights that are not equal"
@@ -196,9 +183,9 @@ class Subject:
     inputs: Inputs
     dtype: torch.dtype
 
-    def run_wide(self, **options: Any) -> Run:
+    def run_wide(self, *instead: Instead) -> Run:
         with in_float64(), NoTies():
-            return Run(self.wide, **options).start(self.inputs)
+            return run(self.wide, self.inputs, *instead)
 
 
 def subjects_of(
@@ -215,14 +202,18 @@ def subjects_of(
             wide = [built(build, device, torch.float32)[0] for build in builds]
     except Exception as reason:
         print(f"Constants stay rounded: no float64 for {reason}", file=sys.stderr)
-        wide = [copy.deepcopy(model) for model, _ in narrow]
+        wide = [function()[0] for function in functions]
     subjects = []
     held: dict[Any, Tensor] = {}
     for exact, (model, inputs), function in zip(wide, narrow, functions, strict=True):
         if not set(exact.parameters()).isdisjoint(model.parameters()):
             raise Refused("FUNCTION must build a model with new weights at each call")
         load(exact.double(), model)
-        hold_once(exact, held)
+        for weight in exact.parameters():  # to save memory, equal ones are held once
+            if type(weight.data) is Tensor:
+                same = held.setdefault((weight.shape, weight.sum().item()), weight.data)
+                if torch.equal(weight.data, same):
+                    weight.data = same
         largest = max(model.parameters(), key=Tensor.numel, default=torch.zeros(0))
         subjects.append(Subject(exact, function, inputs, largest.dtype))
     return subjects
@@ -233,41 +224,23 @@ def built(
 ) -> tuple[nn.Module, Inputs]:
     """Build a model for evaluation, without what torch.compile puts around it.
 
-    dtype: the model and its inputs are cast to it, unless it is float32.
-
     Raises:
         Refused: the model comes without inputs, or with some that a run could change.
     """
     torch.manual_seed(0)
-    pair = build(device, torch.float32)  # which casts nothing
+    pair = build(device, dtype)
     if not isinstance(pair, tuple):
         raise Refused("FUNCTION must return a model and its inputs")
-    model: nn.Module = getattr(pair[0], "_orig_mod", pair[0])
     for leaf in tree_leaves(pair[1]):
         if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
             raise Refused(
                 "inputs must be tensors and plain values, because each run gets them "
                 f"again, got {type(leaf).__name__}"
             )
-
-    def cast(tensor: Tensor) -> Tensor:  # but not what is complex
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    if dtype != torch.float32:
-        model._apply(cast)
-        pair = model, tree_map_only(Tensor, cast, pair[1])
+    model: nn.Module = getattr(pair[0], "_orig_mod", pair[0])
     for weight in model.parameters():
         weight.requires_grad_(weight.is_floating_point())
     return model.eval(), pair[1]
-
-
-def hold_once(model: nn.Module, held: dict[Any, Tensor]) -> None:
-    """Save memory: let weights that are equal to one that is held be the same numbers."""
-    for weight in model.parameters():
-        if type(weight.data) is Tensor:
-            same = held.setdefault((weight.shape, weight.sum().item()), weight.data)
-            if torch.equal(weight.data, same):
-                weight.data = same
 
 
 @torch.no_grad()
