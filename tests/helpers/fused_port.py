@@ -20,8 +20,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        if "mean subtracted" in self.wrong:
-            wide = wide - wide.mean(-1, keepdim=True)
         eps = 1e-4 if "eps" in self.wrong else 1e-6
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         if "norm detached" in self.wrong:
@@ -142,16 +140,9 @@ class FusedAttention(nn.Module):
         wrong = self.wrong
         sizes = [WIDTH, KV_HEADS * D_HEAD, KV_HEADS * D_HEAD]
         q, k, v = (y.unflatten(-1, (-1, D_HEAD)) for y in self.qkv(x).split(sizes, -1))
-        if "k and v exchanged" in wrong:
-            k, v = v, k
         if "conjugate" in wrong:
             turns = turns.conj()
-        if "next position" in wrong:
-            turns = turns.roll(-1, 0)
-        q = q if "q not turned" in wrong else turned(q, turns)
-        k = turned(k, turns)
-        if "v turned" in wrong:
-            v = turned(v, turns)
+        q, k = turned(q, turns), turned(k, turns)
         if "k detached" in wrong:
             k = k.detach()
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
@@ -163,8 +154,6 @@ class FusedAttention(nn.Module):
         mask = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
         if "no mask" in wrong:
             mask = torch.ones_like(mask)
-        if "window" in wrong:
-            mask = mask.triu(-5)
         scale = WIDTH**-0.5 if "scale" in wrong else None
         if "q scaled" in wrong:  # which is right
             q, scale = q * D_HEAD**-0.5, 1.0
