@@ -90,7 +90,8 @@ def describe(own: Rounding, theirs: Rounding | None, pairs: dict[str, str]) -> A
     if rows:
         line += f"; most comes from {rows[0][0]} ({share(rows[0][5], 2)})"
     # No part can have less than the least error.
-    excess = {part: part.ratio / max(expected[part], 1.0) for part in expected}
+    known = [part for part in parts if part in expected]
+    excess = {part: part.ratio / max(expected[part], 1.0) for part in known}
     if excess:
         worst = max(excess, key=excess.__getitem__)
         line += f"; at most {excess[worst]:.2f} times {than}: {worst.name}"

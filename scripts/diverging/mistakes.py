@@ -31,7 +31,10 @@ class Answer:
 
 @dataclass(eq=False)
 class Pair:
-    """Calls of partners, and how far their first inputs and results are from each other."""
+    """Calls of partners, and how far their first inputs and results are from each other.
+
+    Results may be in another order, inputs may not.
+    """
 
     ours: Call
     theirs: Call
@@ -44,10 +47,12 @@ class Pair:
         return f"{self.ours.name} ({self.theirs.name})"
 
 
-def table(pairs: list[Pair], line: str) -> Answer:
+def wrong(line: str, pairs: list[Pair], place: Pair | None = None) -> Answer:
+    """Return an answer with a table of pairs or, if there are many, of those around one."""
+    at = pairs.index(place) if place else 0
     columns = ["module", "partner", "input off by", "result off by"]
     rows = [[p.ours.name, p.theirs.name, p.input, p.result] for p in pairs]
-    return Answer(line, 1, columns, rows)
+    return Answer(line, 1, columns, rows[max(at - 8, 0) : at + 5] if place else rows)
 
 
 def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
@@ -86,7 +91,7 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     others = [pair for pair in exchanged if pair.result > TOLERANCE]
     modules = "1 module" if len(others) == 1 else f"{len(others)} modules"
     line = f"OTHER WEIGHTS in {modules}, else the same function"
-    return table(others, line)
+    return wrong(line, others)
 
 
 def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
@@ -113,12 +118,17 @@ def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
             one,
             other,
             same_weights=numbers_in(one) == numbers_in(other),
-            input=difference(one.inputs, other.inputs),
+            input=difference(one.inputs, other.inputs, in_any_order=False),
             result=difference(one.results, other.results),
         )
 
-    def pair_equal(key: Callable[[Call], Hashable]) -> None:
-        taken = {pair.theirs for pair in found.values()}
+    pair_up(ours.calls[-1], theirs.calls[-1])  # the models
+    for pair in known:
+        pair_up(pair.ours, pair.theirs)
+    keys: list[Callable[[Call], Hashable]] = [numbers_in, partners_in]
+    for key in keys:
+        known = list(found.values())
+        taken = {pair.theirs for pair in known}
         waiting = defaultdict[Hashable, list[Call]](list)
         for other in theirs.calls:
             if other not in taken:
@@ -126,13 +136,6 @@ def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
         for one in ours.calls:
             if one not in found and key(one) and waiting[key(one)]:
                 pair_up(one, waiting[key(one)].pop(0))
-
-    pair_up(ours.calls[-1], theirs.calls[-1])  # the models
-    for pair in known:
-        pair_up(pair.ours, pair.theirs)
-    pair_equal(numbers_in)
-    known = list(found.values())
-    pair_equal(partners_in)
     return [found[call] for call in ours.calls if call in found]
 
 
@@ -176,31 +179,23 @@ def floats(seen: list[Seen]) -> list[Seen]:
 
 
 def wrong_in_forward(run: Run, pairs: list[Pair], off: float) -> Answer:
-    """Name the innermost pair with the same input, in the same order, and another result.
+    """Name the innermost pair with the same input and another result.
 
-    Also name the first pair in it that has another input or order, if there is one.
+    Also name the first pair in it that has another input, if there is one.
     off: how far the result of the model is off.
     """
-    wrong = leaking(run, pairs)
-    place = next(
-        (
-            pair
-            for pair in wrong
-            if difference(pair.ours.inputs, pair.theirs.inputs, in_any_order=False)
-            <= TOLERANCE
-        ),
-        pairs[-1],
-    )
+    leaks = leaking(run, pairs)
+    place = next((pair for pair in leaks if pair.input <= TOLERANCE), pairs[-1])
     line = (
         f"MISTAKE in forward, in {place.names}: its result is off by "
         f"{place.result:.1e}, the model's by {off:.1e}"
     )
     if not place.same_weights:
         line = f"OTHER WEIGHTS in {place.names}, and perhaps a mistake"
-    inside = [pair.ours.name for pair in wrong if pair.ours.is_inside(place.ours)]
+    inside = [pair.ours.name for pair in leaks if pair.ours.is_inside(place.ours)]
     if inside:
         line += f"; it shows first in {inside[0]}"
-    return table(around(place, pairs), line)
+    return wrong(line, pairs, place)
 
 
 def leaking(run: Run, pairs: list[Pair]) -> list[Pair]:
@@ -222,12 +217,7 @@ def leaking(run: Run, pairs: list[Pair]) -> list[Pair]:
         if here is not None and here not in right and here not in leaks:
             leaks.add(here)
             waiting += [earlier for earlier, _ in here.next_functions]
-    return [pair for pair in pairs if node(pair.ours.results) in leaks - right]
-
-
-def around(place: Pair, pairs: list[Pair]) -> list[Pair]:
-    at = pairs.index(place)
-    return pairs[max(at - 8, 0) : at + 5]
+    return [pair for pair in pairs if node(pair.ours.results) in leaks]
 
 
 def run_exchanged(
@@ -325,7 +315,7 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
                 f"MISTAKE in backward, in {pair.names}: its gradients are off by "
                 f"about {off:.0e}"
             )
-            return table(around(pair, pairs), line)
+            return wrong(line, pairs, pair)
     return None
 
 
@@ -337,7 +327,8 @@ def backward(run: Run) -> dict[nn.Parameter, Tensor]:
     """
     for seen in (each for call in run.calls for each in (*call.inputs, *call.results)):
         seen.value = seen.value.new_empty(0)  # which was compared, and takes memory
-    sums = {each: torch.zeros(2) for each in run.calls[-1].module.parameters()}
+    weights = run.calls[-1].module.parameters()
+    sums = {each: torch.zeros(2, dtype=torch.float64) for each in weights}
 
     def keep(weight: nn.Parameter) -> None:
         assert weight.grad is not None
