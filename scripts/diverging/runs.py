@@ -165,8 +165,8 @@ class NoTies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.topk.default and result[0].numel():
             least = result[0].min(-1, keepdim=True).values
-            may_be_chosen = ((args[0] >= least) & least.isfinite()).sum()
-            if may_be_chosen > result[0].numel():
+            chosen, equal = ((x == least).sum(-1) for x in (result[0], args[0]))
+            if ((chosen < equal) & least[..., 0].isfinite()).any():
                 raise Refused(
                     "a router must not choose between equal scores, got some; use other "
                     "inputs, or weights that are not equal"
