@@ -165,13 +165,11 @@ def difference(
     )
     if not ours:
         return 0.0
-    errors = [float("inf")]
-    for each in theirs:
-        errors.append(error(ours[0], each, least_norm))
-        if in_any_order and TOLERANCE < errors[-1] < float("inf"):
-            own, other = (numbers(x).sort().values for x in (ours[0], each))
-            errors.append(error(own, other, least_norm))
-    return min(errors)
+    errors = [error(ours[0], each, least_norm) for each in theirs]
+    if in_any_order and min(errors, default=0.0) > TOLERANCE:
+        own, *others = (numbers(each).sort().values for each in (ours[0], *theirs))
+        errors += [error(own, each, least_norm) for each in others]
+    return min(errors, default=float("inf"))
 
 
 def floats(seen: list[Seen]) -> list[Seen]:
