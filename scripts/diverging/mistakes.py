@@ -12,7 +12,7 @@ from lab.options import Refused
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .runs import Call, Run, Seen, Subject, error, flat, numbers
+from .runs import Call, Run, Seen, Subject, error, numbers
 
 TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
 NOISE = 2.0**-26  # a gradient below this share of the largest one is rounding
@@ -141,12 +141,12 @@ def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
 
 def hash_of(weight: Tensor) -> int:
     """Return a sum over the numbers: the same if they are permuted, joined or split."""
-    total = 0
-    for some in flat(weight).split(2**20):  # to bound memory
-        bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
-        bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
-        total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
-    return total
+    bits = (numbers(weight) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
+    bits ^= bits >> 29
+    bits *= 0x1CE4E5B9BF58476D
+    bits ^= bits >> 32
+    bits *= 0x14D049BB133111EB
+    return int(bits.sum().item())
 
 
 def difference(
@@ -330,11 +330,10 @@ def backward(run: Run) -> dict[nn.Parameter, Tensor]:
 
     def keep(weight: nn.Parameter) -> None:
         assert weight.grad is not None
-        parts = (flat(each).split(2**20) for each in (weight.grad, weight))
-        for some, own in zip(*parts, strict=True):  # to bound memory
-            gradient, factors = numbers(some), (1e3 * numbers(own)).cos()
-            sums[weight] += torch.stack([gradient @ factors, gradient @ gradient]).cpu()
+        gradient = numbers(weight.grad)
         weight.grad = None
+        factors = numbers(weight).mul_(1e3).cos_()
+        sums[weight] = torch.stack([gradient @ factors, gradient @ gradient]).cpu()
 
     for weight in sums:
         if weight.requires_grad:

@@ -17,18 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """Return the numbers of any tensor, such as of a quantized weight."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter)
-    return (tensor if is_plain else tensor.dequantize()).detach().flatten()
-
-
 def numbers(tensor: Tensor) -> Tensor:
-    """Return the numbers in float64. Those of masks, beyond 1e30, and NaN become 0."""
-    tensor = flat(tensor)
+    """Return the numbers of any tensor, such as of a quantized weight, in float64.
+
+    Those of masks, beyond 1e30, and NaN become 0.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter):
+        tensor = tensor.dequantize()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj()).flatten()
-    wide = tensor.double()
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    wide = tensor.detach().flatten().double()
     return torch.where(wide.abs() < 1e30, wide, 0.0)
 
 
