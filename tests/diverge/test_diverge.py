@@ -132,6 +132,22 @@ def test_a_layer_that_is_called_twice_equals_two_layers_with_one_weight():
     assert are_same(lambda: build(1), lambda: build(2))
 
 
+class TanhLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.tanh())
+
+
+def test_a_module_that_gets_another_input_is_not_compared_in_backward():
+    def build(*layers):
+        torch.manual_seed(0)
+        return nn.Sequential(*[layer() for layer in layers]), (torch.ones(3, 5),)
+
+    linear, tanh_linear = partial(nn.Linear, 5, 5), partial(TanhLinear, 5, 5)
+    assert are_same(
+        lambda: build(linear, tanh_linear), lambda: build(linear, nn.Tanh, linear)
+    )
+
+
 def test_ports_of_models_of_transformers_are_the_same_function():
     """Their rows of queries are permuted, their biases and experts fused or transposed."""
     transformers = pytest.importorskip(
