@@ -271,14 +271,13 @@ def is_layer(call: Call) -> bool:
     It must also have no modules inside, or be linear: sums of inputs give sums of results,
     apart from a bias.
     """
-    module, x = call.module, call.inputs[0].value if call.inputs else torch.empty(0)
+    module = call.module
     has_numbers = bool([*module.parameters(), *module.buffers()])
     if not (call.takes_one and len(call.results) == 1 and has_numbers):
         return False
-    if not list(module.children()):
-        return True
-    if not x.is_floating_point():
-        return False
+    x, is_leaf = call.inputs[0].value, not list(module.children())
+    if is_leaf or not x.is_floating_point():
+        return is_leaf
     with in_float64():
         y = [module(each) for each in (x, x.cos(), x + x.cos(), 0 * x)]
         return isinstance(y[0], Tensor) and error(y[0] + y[1], y[2] + y[3]) < EXACT
