@@ -306,6 +306,9 @@ def test_layers_of_one_size_that_were_not_loaded_are_partners_in_their_order():
         model, inputs = plain()
         k, v = model.layers[1].attention.k, model.layers[1].attention.v
         k.weight.data, v.weight.data = v.weight.data / 3, k.weight.data / 3
+        q = model.layers[0].attention.q  # holds other numbers, but is the same function
+        q.weight.data *= 2
+        q.forward = lambda x: nn.functional.linear(x, q.weight / 2)
         return model, inputs
 
     require(compared(ours, plain), "OTHER WEIGHTS in 2 modules, else the same", 1)

@@ -126,7 +126,7 @@ class WrongLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         rows = gradients[0].flatten(0, -2)
-        return gradients[0] @ weight, 1.01 * rows.mT @ x.flatten(0, -2)
+        return gradients[0] @ weight, (rows.mT @ x.flatten(0, -2)).flip(-1)
 
 
 class FusedAttention(nn.Module):
