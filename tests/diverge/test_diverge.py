@@ -559,6 +559,11 @@ def build(bias=0.0):
 def other():
     return build(0.5)
 
+def wrong():
+    model, inputs = build()
+    model[1] = nn.Sigmoid()
+    return model, inputs
+
 def no_inputs():
     return build()[0]
 
@@ -586,6 +591,7 @@ def on_path(tmp_path, monkeypatch):
     [
         ("build", 0, "SAME FUNCTION"),
         ("other", 1, "OTHER WEIGHTS in 1 module"),
+        ("wrong", 1, "MISTAKE in forward, in the model"),
         ("no_inputs", 2, "a model and its inputs"),
         ("missing", 2, "has no missing"),
         ("lowering", 2, "its eager form"),
