@@ -559,10 +559,13 @@ def build(bias=0.0):
 def other():
     return build(0.5)
 
-def wrong():
-    model, inputs = build()
+def wrong(bias=0.0):
+    model, inputs = build(bias)
     model[1] = nn.Sigmoid()
     return model, inputs
+
+def wrong_and_other():
+    return wrong(0.5)
 
 def no_inputs():
     return build()[0]
@@ -592,6 +595,7 @@ def on_path(tmp_path, monkeypatch):
         ("build", 0, "SAME FUNCTION"),
         ("other", 1, "OTHER WEIGHTS in 1 module"),
         ("wrong", 1, "MISTAKE in forward, in the model"),
+        ("wrong_and_other", 1, "OTHER WEIGHTS in the model (the model), and perhaps"),
         ("no_inputs", 2, "a model and its inputs"),
         ("missing", 2, "has no missing"),
         ("lowering", 2, "its eager form"),
