@@ -110,9 +110,10 @@ def typecheck(target: _Target) -> _Target:
             f"typecheck found nothing to check in {target.__name__}: pass its modules",
             stacklevel=2,
         )
-    # First all wrappers, so that an error leaves the target as it was.
-    wrappers = [_checked(function, owner) for owner, _, function in functions]
-    for (owner, name, _), wrapper in zip(functions, wrappers, strict=True):
+    wrappers = []  # first all of them, so that an error leaves the target as it was
+    for owner, name, function in functions:
+        wrappers.append((owner, name, _checked(function, owner)))
+    for owner, name, wrapper in wrappers:
         setattr(owner, name, wrapper)
     return target
 
@@ -122,7 +123,7 @@ def _annotated_functions(
 ) -> Iterator[tuple[ModuleType | type, str, FunctionType]]:
     """Yield (owner, name, function) for each public function that is defined there."""
     names = [n for n in vars(owner) if n == "__init__" or not n.startswith("_")]
-    # The module in which a class is defined, or the module itself.
+    # The module in which a class is defined, or the module, which has no __module__.
     home = vars(owner).get("__module__", owner.__name__)
     for name in getattr(owner, "__all__", names):
         member: Any = vars(owner).get(name)
@@ -130,7 +131,7 @@ def _annotated_functions(
             continue
         if _is_checkable(member):
             yield owner, name, member
-        elif isinstance(member, type):
+        elif isinstance(owner, ModuleType) and isinstance(member, type):
             for method in ("__init__", "forward"):
                 function: Any = vars(member).get(method)
                 if _is_checkable(function):
@@ -222,7 +223,7 @@ def _wrapper(check: "_Check") -> Any:
 
     def see(context: Any) -> None:
         check.hide(run, by_jaxtyping)
-        check.see(context)
+        check.check_traced(context)
 
     names: dict[str, Any] = {
         "$function": check.function,
@@ -300,7 +301,7 @@ class _Check:
                 warnings.warn(f"typecheck ignores the {place}: {error}", stacklevel=4)
             except (AnnotationError, SyntaxError, TypeError, ValueError) as error:
                 raise AnnotationError(f"cannot read the {place}: {error}") from error
-        # Of the arguments of right calls, each with None and with the results.
+        # (seen, None) and (seen, found) of each right call.
         self.known: set[tuple[_Description, _Description | None]] = set()
         self.last: list[Any] = [((), ())]  # those of the call before
         self.by_jaxtyping: Any = None
@@ -321,14 +322,11 @@ class _Check:
         self.known |= {(seen, None), (seen, found)}
         self.last[0] = seen, found
 
-    def see(self, context: Any) -> None:
+    def check_traced(self, context: Any) -> None:
         """Check a call of which the compiler has traced the arguments, or the result."""
-        try:
-            seen = self.before.traced(context.get_local("_typecheck_seen"))
-            found = self.after.traced(context.get_local("_typecheck_found"))
-            message = self.message(seen, found)
-        except (AnnotationError, AttributeError, NotImplementedError):
-            return  # The compiler does not show what is needed.
+        seen = self.before.traced(context.get_local("_typecheck_seen"))
+        found = self.after.traced(context.get_local("_typecheck_found"))
+        message = self.message(seen, found)
         if message:
             context.graph_break(f"TypeCheckError: {message}")
 
@@ -354,7 +352,12 @@ class _Check:
         checked: list[tuple[_Part, _Item]] = []
         with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
             for side, description in ((self.before, seen), (self.after, found)):
-                sizes |= side.sizes_in(description)
+                for brace, size in side.sizes_in(description).items():
+                    if not isinstance(size, (int, SymInt)):
+                        line = _callers_line(self.function)
+                        return f"{line}\n{{{brace}}} must be an int, got {size!r}"
+                    sizes[brace] = size
+                    _axis_fits(side.braces[brace], size)  # which jaxtyping remembers
                 for part, item in zip(side.parts, description, strict=False):
                     if item is None:
                         continue
@@ -381,8 +384,8 @@ class _Part(NamedTuple):
         """Return the expression of its item in eager mode."""
         value, options = self.value, self.options
         has_literal = any(map(_is_value, _leaves(options)))
-        if isinstance(options[0], _Array) and len(options) == 1:
-            # At once, what $describe returns.
+        if len(options) == 1 and isinstance(options[0], _Array):
+            # At once, what _describe returns.
             item = f"($Tensor, {value}.dtype, {value}.shape)"
             item += f" if {value}.__class__ is $Tensor else $describe({value}, False)"
         elif all(isinstance(option, type) for option in options):
@@ -420,7 +423,10 @@ def _describe(value: Any, by_value: bool) -> _Item:
 
 
 def _describe_traced(variable: Any) -> _Item:
-    """Return what $describe does, of what a compiler knows of a value."""
+    """Return what _describe does, of what a compiler knows of a value.
+
+    It does not show the value of a Literal.
+    """
     kind = variable.python_type()
     if issubclass(kind, Tensor):
         tensor = _stand_in(variable)
@@ -428,6 +434,14 @@ def _describe_traced(variable: Any) -> _Item:
     if issubclass(kind, tuple):
         return kind, tuple(map(_describe_traced, variable.items)), None
     return kind, None, None
+
+
+def _traced(of: Callable[[Any], Any], *shown: Any) -> Any:
+    """Return a description or a size, or None if nothing is shown of it."""
+    try:
+        return of(*shown) if shown else None
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _stand_in(variable: Any) -> Any:
@@ -451,7 +465,7 @@ class _Annotations:
         self.parameters = check.signature.parameters
         self.when = when  # sizes in braces are read: before or after the call
         self.parts: list[_Part] = []
-        self.axes: dict[str, str] = {}  # what is in braces -> the axis of this size
+        self.braces: dict[str, str] = {}  # what is in them -> the axis of this size
         self.is_refused = False
 
     def add(self, name: str, hint: Any) -> None:
@@ -498,7 +512,8 @@ class _Annotations:
             return None
         axes = []
         for axis, dim in zip(hint.dim_str.split(), hint.dims, strict=True):
-            text = getattr(dim, "elem", "0")  # of an expression, without # and name=
+            # Of an expression, without # and name=. Others have none.
+            text = getattr(dim, "elem", "0")
             # This raises a SyntaxError for what Python cannot read.
             compile(f"f'{text}'" if "{" in text else text, axis, "eval")
             brace = re.fullmatch(r"\{([\w.]+)\}", text)
@@ -517,31 +532,24 @@ class _Annotations:
         """Return the name of an axis that stands for a size in braces."""
         if brace.partition(".")[0] not in self.parameters:
             raise AnnotationError(f"no parameter has the name in {{{brace}}}")
-        new = f"typecheck_{self.when}_{len(self.axes)}"
-        return self.axes.setdefault(brace, new)
+        new = f"typecheck_{self.when}_{len(self.braces)}"
+        return self.braces.setdefault(brace, new)
 
     def expression(self, of_part: Callable[[_Part], str]) -> str:
         """Return the expression of a description."""
-        items = [*map(of_part, self.parts), *self.axes]
+        items = [*map(of_part, self.parts), *self.braces]
         return f"({''.join(f'{item}, ' for item in items)})"
 
     def traced(self, local: Any) -> _Description:
         """Return the description, from what a compiler knows of the parts shown."""
         variables = local._i_will_not_complain_if_bc_breaks_VariableTracker().items
         count = len(self.parts)
-        shown = [variable.items for variable in variables[:count]]
-        items = [_describe_traced(*value) if value else None for value in shown]
-        return (*items, *map(_stand_in, variables[count:]))
+        items = [_traced(_describe_traced, *v.items) for v in variables[:count]]
+        return (*items, *(_traced(_stand_in, v) for v in variables[count:]))
 
     def sizes_in(self, description: _Description) -> dict[str, Any]:
-        """Return the size of each brace, and tell jaxtyping."""
-        found = dict(zip(self.axes, description[len(self.parts) :], strict=False))
-        for brace, size in found.items():
-            if not isinstance(size, (int, SymInt)):
-                place = f"{{{brace}}} of {self.function}"
-                raise AnnotationError(f"{place} must be an int, got {size!r}")
-            _axis_fits(self.axes[brace], size)
-        return found
+        """Return the size of each brace."""
+        return dict(zip(self.braces, description[len(self.parts) :], strict=False))
 
 
 def _is_unpacked(hint: Any) -> bool:
@@ -579,14 +587,14 @@ def _fits_option(option: Any, item: _Item, has_symbols: bool) -> bool:
         pairs = _pairs(option, inside)
         return pairs is not None and all(_fits(*pair, has_symbols) for pair in pairs)
     if _is_value(option):  # of which a compiler shows only the class
-        return kind is type(option) and inside in (None, option)
+        return kind is type(option) and (inside is None or inside == option)
     kind = _OF_SYMBOL.get(kind, kind)
     return issubclass(kind, (option, *_ALSO_TAKES.get(option, ())))
 
 
 def _pairs(option: Any, items: Any) -> list[tuple[list[Any], _Item]] | None:
     """Return each item with its options, if this is a tuple of such a length."""
-    if not isinstance(option, tuple) or not isinstance(items, tuple):
+    if not isinstance(items, tuple):
         return None
     if option[1:] == (Ellipsis,):
         option = option[:1] * len(items)
@@ -598,6 +606,7 @@ class _Array:
 
     def __init__(self, hint: Any, titles: list[str]) -> None:
         self.hint = hint
+        self.any_shape = hint.dtype[Any, "..."]
         # By its title in a message, which may have braces.
         self.axes = dict(zip(titles, hint.dim_str.split(), strict=True))
 
@@ -606,16 +615,17 @@ class _Array:
         if shape is None:
             return False
         hint = self.hint
+        if _depends_on_values(shape):
+            return _takes(self.any_shape, dtype, ())
         if has_symbols:
             # jaxtyping compares *# by numpy, which would turn symbols into numbers.
             hint = hint.dtype[Any, _BROADCAST.sub("...", hint.dim_str)]
-        return _depends_on_values(shape) or _takes(hint, dtype, shape)
+        return _takes(hint, dtype, shape)
 
     def cells(self, item: _Item) -> "_Cells":
         """Return its row, if dtype and rank fit, and no axis has the name of another."""
         _, dtype, shape = item
-        any_shape = self.hint.dtype[Any, "..."]
-        if shape is None or not _takes(any_shape, dtype, ()):
+        if shape is None or not _takes(self.any_shape, dtype, ()):
             return {}
         columns: dict[str, str] = {}
         for title, axis in self.axes.items():
@@ -669,7 +679,12 @@ def _axis_fits(axis: str, size: Any) -> bool:
 
 def _takes(hint: Any, dtype: Any, shape: Any) -> bool:
     """Return whether jaxtyping takes an array, of which it then remembers the sizes."""
-    return isinstance(SimpleNamespace(dtype=dtype, shape=shape), hint)
+    try:
+        return isinstance(SimpleNamespace(dtype=dtype, shape=shape), hint)
+    except AnnotationError:  # it needs a size that was not there
+        if not is_compiling():
+            raise
+        return True  # The compiler may not have shown it.
 
 
 def _has_symbols(described: Any) -> bool:
@@ -710,7 +725,7 @@ _Rows = dict[str, _Cells]
 def _rows(place: str, options: list[Any], item: _Item) -> _Rows:
     """Return the rows of the tensors in a value."""
     known = [option for option in options if isinstance(option, (_Array, tuple))]
-    if len(known) != 1:  # With several, it is not known which of them was meant.
+    if len(known) != 1 or object in options:  # It is not known which one was meant.
         return {}
     if isinstance(known[0], _Array):
         cells = known[0].cells(item)
@@ -732,8 +747,8 @@ def _explained(checked: list[tuple[_Part, _Item]], sizes: Any) -> list[str]:
         rows[place] = cells
         if column:
             return _table(rows, column, reason)
-    text = inspect.formatannotation(part.hint)
-    text = text.replace("jaxtyping.", "").replace("'", '"')
+    text = re.sub(r"\b(jaxty|ty)ping\.", "", inspect.formatannotation(part.hint))
+    text = text.replace("'", '"').replace("NoneType", "None")
     return [*_table(rows), f"{part.place} must be {text}, got {_got(item)}"]
 
 

@@ -242,16 +242,46 @@ def test_functions_raise_their_own_errors(compiles, call, message):
         call()
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("size", [np.int64(3), torch.tensor(3), "3", [3], 3.0])
-def test_a_size_that_is_no_int_is_an_error_that_names_it(size):
+def test_a_size_that_is_no_int_is_an_error_that_names_it(size, compiles):
     @typecheck
     def sized(x: Float[Tensor, " {size}"], size: Any) -> Tensor:
         return x + 1
 
-    with pytest.raises(
-        AnnotationError, match=r"\{size\} of .*sized must be an int, got"
-    ):
-        sized(w, size)
+    call = torch.compile(sized, backend="eager") if compiles else sized
+    with pytest.raises(TypeCheckError, match=r"\{size\} must be an int, got"):
+        call(w, size)
+
+
+def test_what_a_compiler_does_not_know_loses_only_itself():
+    """A size of a list, and the sizes that depend on values."""
+
+    @typecheck
+    def known(
+        some: list[Float[Tensor, " n"]],
+        next: Float[Tensor, " n+1"],
+        q: Float[Tensor, " d"],
+        k: Float[Tensor, " d"],
+    ) -> Tensor:
+        return q
+
+    @typecheck
+    def counted(x: Float[Tensor, " n"]) -> Tensor:
+        return x
+
+    def select(x):
+        return counted(x[x > 0])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        select = torch.compile(select, backend="eager")
+        select(w)
+        with pytest.raises(TypeCheckError, match="x must be .*, got int64"):
+            select(w.long())
+    compiled = torch.compile(known, backend="eager")
+    compiled([w], w[:1].expand(4), w, w)
+    with pytest.raises(TypeCheckError, match="k"):
+        compiled([w], w[:1].expand(4), w, w[:2])
 
 
 # Errors --------------------------------------------------------------------------------
