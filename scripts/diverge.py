@@ -133,13 +133,14 @@ def main(arguments: list[str] | None = None) -> int:
         found = answer(builds, place, dtype, typed.compile)
     except Refused as refused:
         parser.error(str(refused))
-    except Exception:  # of the user's code: exit code 1 would say that it has a mistake
+    except Exception as error:  # of the user's code, in which 1 would mean a mistake
         traceback.print_exc()
-        print(
-            "If an operation has no float64, build the model with its eager form, such "
-            "as attn_implementation='eager'.",
-            file=sys.stderr,
-        )
+        if "double" in str(error).lower() or "float64" in str(error):
+            print(
+                "If an operation has no float64, build the model with its eager form, "
+                "such as attn_implementation='eager'.",
+                file=sys.stderr,
+            )
         return 2
     show_progress("")
     rows = [list(map(cell, found.columns, row)) for row in found.rows]

@@ -33,7 +33,7 @@ class Answer:
 class Pair:
     """Calls of partners, and how far their first inputs and results are from each other.
 
-    Results may be in another order, inputs may not.
+    The results of modules, but not of the models, are also compared sorted.
     """
 
     ours: Call
@@ -47,12 +47,14 @@ class Pair:
         return f"{self.ours.name} ({self.theirs.name})"
 
 
-def wrong(line: str, pairs: list[Pair], place: Pair | None = None) -> Answer:
-    """Return an answer with a table of pairs or, if there are many, of those around one."""
-    at = pairs.index(place) if place else 0
+def wrong(line: str, pairs: list[Pair], *places: Pair) -> Answer:
+    """Return an answer with a table of pairs or, if some are named, of those around them."""
     columns = ["module", "partner", "input off by", "result off by"]
     rows = [[p.ours.name, p.theirs.name, p.input, p.result] for p in pairs]
-    return Answer(line, 1, columns, rows[max(at - 8, 0) : at + 5] if place else rows)
+    if places:
+        at = [pairs.index(place) for place in places]
+        rows = rows[max(min(at) - 8, 0) : max(at) + 5]
+    return Answer(line, 1, columns, rows)
 
 
 def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
@@ -97,8 +99,8 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
 def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
     """Pair calls of modules that hold the same numbers, in the order of our calls.
 
-    What is left is paired if it contains the same partners: modules around weights that
-    differ.
+    What is left is paired if the same partners were called in it: modules around weights
+    that differ.
     """
     hashed = cache(hash_of)
     found = dict[Call, Pair]()
@@ -119,10 +121,13 @@ def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
             other,
             same_weights=numbers_in(one) == numbers_in(other),
             input=difference(one.inputs, other.inputs, in_any_order=False),
-            result=difference(one.results, other.results),
+            result=difference(
+                one.results, other.results, in_any_order=one is not model
+            ),
         )
 
-    pair_up(ours.calls[-1], theirs.calls[-1])  # the models
+    model = ours.calls[-1]
+    pair_up(model, theirs.calls[-1])
     for pair in known:
         pair_up(pair.ours, pair.theirs)
     keys: list[Callable[[Call], Hashable]] = [numbers_in, partners_in]
@@ -190,17 +195,17 @@ def wrong_in_forward(run: Run, pairs: list[Pair], off: float) -> Answer:
     )
     if not place.same_weights:
         line = f"OTHER WEIGHTS in {place.names}, and perhaps a mistake"
-    inside = [pair.ours.name for pair in leaks if pair.ours.is_inside(place.ours)]
-    if inside:
-        line += f"; it shows first in {inside[0]}"
-    return wrong(line, pairs, place)
+    inside = [pair for pair in leaks if pair.ours.is_inside(place.ours)][:1]
+    for first in inside:
+        line += f"; it shows first in {first.ours.name}"
+    return wrong(line, pairs, place, *inside)
 
 
 def leaking(run: Run, pairs: list[Pair]) -> list[Pair]:
     """Return the pairs with another result, whose error reaches the model's result.
 
-    A tensor that equals its partner's stops it: what came before was made good, or was
-    only cut into modules in another way.
+    This walks back from the model's result, and stops where a tensor equals its partner's:
+    what came before was made good, or was only cut into modules in another way.
     """
 
     def node(seen: list[Seen]) -> Any:
@@ -221,9 +226,9 @@ def leaking(run: Run, pairs: list[Pair]) -> list[Pair]:
 def run_exchanged(
     ours: Subject, a: Run, b: Run, pairs: list[Pair]
 ) -> tuple[Run, list[Pair]]:
-    """Run with results of their layers in place of those of ours that get the same input.
+    """Run ours again. A layer without a partner returns what theirs of the same input did.
 
-    Only layers without a partner are exchanged. Return how far their results were off.
+    Return how far the results of these layers were off.
     """
     same = [pair for pair in pairs if pair.same_weights]
     own = {call.name for call in layers(a.calls, {pair.ours for pair in same})}
@@ -253,7 +258,10 @@ def run_exchanged(
 
 
 def layers(calls: list[Call], closed: set[Call]) -> list[Call]:
-    """Return the outermost layers outside of closed calls, in the order of calls."""
+    """Return the outermost layers outside of closed calls, in the order of calls.
+
+    The layers, and what is in them, become closed.
+    """
     found = list[Call]()
     for call in reversed(calls):  # outer ones first
         if call in closed or call.outer in closed:
@@ -284,9 +292,9 @@ def is_layer(call: Call) -> bool:
 
 
 def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | None:
-    """Name the innermost pair whose result has the same gradient, but not its input.
+    """Name the innermost pair with equal gradients of the result, but not of the input.
 
-    Or not its weights. Those of several calls are compared in the whole model.
+    Or not of the weights. Those of several calls are compared in the whole model.
     """
     sums = backward(ours) | backward(theirs)
     calls = [*ours.calls, *theirs.calls]

@@ -129,29 +129,32 @@ def run(model: nn.Module, inputs: Inputs, instead: Instead = lambda *_: []) -> R
 
 
 def passed_on(tree: Any, kept: list[Seen], instead: Callable[[], list[Tensor]]) -> Any:
-    """Keep the tensors of a tree, and return aliases, whose gradients are kept."""
-    for tensor in tree_leaves(tree):
-        if isinstance(tensor, Tensor):
-            zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
-            kept.append(Seen(tensor.detach().clone(), tensor.grad_fn, zeros))
-    seen, values = iter(kept), iter(instead())
+    """Keep the tensors of a tree, and return copies, whose gradients are kept.
 
-    def alias(tensor: Tensor) -> Tensor:
-        keeper, value = next(seen), next(values, tensor)
+    Copies, so that a change in place leaves what is kept as it was. A tensor that is there
+    several times, such as x in attention(x, x, x), has one copy with the whole gradient.
+    """
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    for tensor in tensors:
+        zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
+        kept.append(Seen(tensor.detach().clone(), tensor.grad_fn, zeros))
+    values = instead() or tensors
+    copies = dict[int, Tensor]()
+    for tensor, seen, value in zip(tensors, kept, values, strict=True):
         if value.shape != tensor.shape:  # a router chose other tokens
             value = tensor
-        if not (torch.is_grad_enabled() and tensor.is_floating_point()):
-            return value
-        own = tensor
-        if not tensor.requires_grad:  # such as a table's rows
-            own = tensor.detach().requires_grad_().clone()
-        same = own.view_as(own)
-        same.register_hook(partial(setattr, keeper, "gradient"))
-        if value is not tensor:
-            same.data = value.to(same.dtype, copy=True)
-        return same
-
-    return tree_map_only(Tensor, alias, tree)
+        copies[id(tensor)] = value
+        if torch.is_grad_enabled() and tensor.is_floating_point():
+            # A copy of the value, which the gradient leaves to where the tensor came from.
+            same = tensor.clone() if tensor.requires_grad else tensor.detach().clone()
+            if not tensor.requires_grad:  # such as a table's rows
+                same = same.requires_grad_().clone()
+            same.register_hook(partial(setattr, seen, "gradient"))
+            if value is not tensor:
+                same.data = value.to(same.dtype, copy=True)
+            copies[id(tensor)] = same
+    return tree_map_only(Tensor, lambda tensor: copies[id(tensor)], tree)
 
 
 class NoTies(TorchDispatchMode):
@@ -183,7 +186,11 @@ class Subject:
 
     def run_wide(self, *instead: Instead) -> Run:
         with in_float64(), NoTies():
-            return run(self.wide, self.inputs, *instead)
+            done = run(self.wide, self.inputs, *instead)
+        results = done.calls[-1].results
+        if torch.is_grad_enabled() and not any(each.node for each in results):
+            raise Refused("forward must be differentiable: leave out torch.no_grad")
+        return done
 
 
 def subjects_of(

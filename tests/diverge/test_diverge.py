@@ -232,13 +232,52 @@ def test_a_detached_head_is_a_mistake_of_backward_though_it_has_no_module():
     require(found, "MISTAKE in backward, in the model (the model)", 1)
 
 
-def test_a_forward_without_gradients_is_a_mistake_of_backward():
+def gelu(ffn):
+    return lambda x: ffn.down(nn.functional.gelu(ffn.gate(x)) * ffn.up(x))
+
+
+def test_a_module_that_gets_a_tensor_twice_has_its_whole_gradient():
+    """As in attention(x, x, x)."""
+
     def ours():
         model, inputs = plain()
-        model.forward = torch.no_grad()(model.forward)
+        for layer in model.layers:
+            compute = layer.ffn.forward
+            layer.ffn.forward = lambda x, y, compute=compute: compute(0.5 * (x + y))
+            layer.forward = calls_twice(layer)
         return model, inputs
 
-    require(compared(ours, plain), "MISTAKE in backward, in the model (the model)", 1)
+    def calls_twice(layer):
+        def forward(x, angles):
+            x = x + layer.attention(layer.norm1(x), angles)
+            h = layer.norm2(x)
+            return x + layer.ffn(h, h)
+
+        return forward
+
+    require(compared(ours, plain), "SAME FUNCTION", 0)
+
+
+def test_a_mistake_before_a_sum_in_place_is_named():
+    def ours():
+        model, inputs = plain()
+        for layer in model.layers:
+            layer.forward = adds_in_place(layer)
+        model.layers[1].ffn.forward = gelu(model.layers[1].ffn)
+        return model, inputs
+
+    def adds_in_place(layer):
+        def forward(x, angles):
+            h = layer.attention(layer.norm1(x), angles)
+            h += x
+            y = layer.ffn(layer.norm2(h))
+            y += h
+            return y
+
+        return forward
+
+    found = compared(ours, plain)
+    require(found, "MISTAKE in forward, in layers.1.ffn (layers.1.ffn)", 1)
 
 
 def test_a_module_that_is_only_cut_differently_is_not_named():
@@ -262,9 +301,6 @@ def test_a_module_that_is_only_cut_differently_is_not_named():
             return x + layer.ffn(layer.norm2(x))
 
         return forward
-
-    def gelu(ffn):
-        return lambda x: ffn.down(nn.functional.gelu(ffn.gate(x)) * ffn.up(x))
 
     require(compared(ours, plain), "MISTAKE in forward, in layers.1.ffn (", 1)
 
@@ -509,6 +545,12 @@ class Routed(nn.Linear):
         return x.softmax(-1).topk(2).values
 
 
+class WithoutGradients(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
 class Cache:
     def __init__(self):
         self.keys = []
@@ -533,6 +575,11 @@ REFUSED = {
         r"same size, got \[2, 4\] and \[2, 5\]",
     ),
     "one model twice": (lambda: (ONLY, (torch.ones(2, 4),)), None, "new weights"),
+    "no_grad": (
+        lambda: (WithoutGradients(4, 4), (torch.ones(2, 4),)),
+        None,
+        "differentiable",
+    ),
     "ties": (lambda: (Routed(4, 4), (torch.ones(2, 4),)), None, "equal scores"),
 }
 

@@ -276,7 +276,7 @@ def test_what_a_compiler_does_not_know_loses_only_itself():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         select = torch.compile(select, backend="eager")
         select(w)
-        with pytest.raises(TypeCheckError, match="x must be .*, got int64"):
+        with pytest.raises(TypeCheckError, match=r"x must be .*, got int64"):
             select(w.long())
     compiled = torch.compile(known, backend="eager")
     compiled([w], w[:1].expand(4), w, w)
