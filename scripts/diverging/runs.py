@@ -135,26 +135,30 @@ def passed_on(tree: Any, kept: list[Seen], instead: Callable[[], list[Tensor]]) 
     several times, such as x in attention(x, x, x), has one copy with the whole gradient.
     """
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     for tensor in tensors:
         zeros = torch.zeros((), device=tensor.device).expand(tensor.shape)
         kept.append(Seen(tensor.detach().clone(), tensor.grad_fn, zeros))
-    values = instead() or tensors
+    seen, values = iter(kept), iter(instead() or tensors)
     copies = dict[int, Tensor]()
-    for tensor, seen, value in zip(tensors, kept, values, strict=True):
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        keeper, value = next(seen), next(values)
         if value.shape != tensor.shape:  # a router chose other tokens
             value = tensor
-        copies[id(tensor)] = value
-        if torch.is_grad_enabled() and tensor.is_floating_point():
-            # A copy of the value, which the gradient leaves to where the tensor came from.
-            same = tensor.clone() if tensor.requires_grad else tensor.detach().clone()
-            if not tensor.requires_grad:  # such as a table's rows
-                same = same.requires_grad_().clone()
-            same.register_hook(partial(setattr, seen, "gradient"))
-            if value is not tensor:
-                same.data = value.to(same.dtype, copy=True)
-            copies[id(tensor)] = same
-    return tree_map_only(Tensor, lambda tensor: copies[id(tensor)], tree)
+        if not (torch.is_grad_enabled() and tensor.is_floating_point()):
+            return value
+        if value is tensor and id(tensor) in copies:
+            return copies[id(tensor)]
+        own = tensor
+        if not tensor.requires_grad:  # such as a table's rows
+            own = tensor.detach().requires_grad_()
+        copy = copies[id(tensor)] = own.clone()
+        copy.register_hook(partial(setattr, keeper, "gradient"))
+        if value is not tensor:  # The gradient goes to where the tensor came from.
+            copy.data = value.to(copy.dtype, copy=True)
+        return copy
+
+    return tree_map_only(Tensor, copy_of, tree)
 
 
 class NoTies(TorchDispatchMode):
