@@ -135,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(refused))
     except Exception as error:  # of the user's code, in which 1 would mean a mistake
         traceback.print_exc()
-        if "double" in str(error).lower() or "float64" in str(error):
+        may_lack_float64 = "double" in str(error).lower() or "float64" in str(error)
+        if may_lack_float64 or isinstance(error, NotImplementedError):
             print(
                 "If an operation has no float64, build the model with its eager form, "
                 "such as attn_implementation='eager'.",
