@@ -129,12 +129,6 @@ EXPLAINED = [
     ),
     (
         "attention",
-        '"... h s d -> ... s (h d)"',
-        '"... h s d -> ... s (d h)"',
-        'out = rearrange(heads, "... heads seq d_k -> ... seq (d_k heads)")',
-    ),
-    (
-        "attention",
         '        scores = scores.masked_fill(~mask, float("-inf"))\n'
         "    shares = softmax(scores, dim=-1)",
         "        pass\n    shares = softmax(scores, dim=-1).masked_fill(~mask, 0)",
