@@ -52,7 +52,7 @@ class Float64(TorchDispatchMode):
             given = tree_map_only(torch.dtype, wide, given)
         result = func(*given[0], **given[1])
         # What torch.tensor and numpy made is seen here for the first time.
-        if isinstance(result, Tensor):
+        if isinstance(result, Tensor):  # of most operations: at once
             return widened(result)
         return tree_map_only(Tensor, widened, result)
 

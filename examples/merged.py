@@ -55,8 +55,8 @@ def merge(model: nn.Module) -> None:
         kind: Any = type(layer)
         changed: Any = layer
         rotate = getattr(type(getattr(layer, "rope", None)), "forward", None)
-        is_rope = rotate is RotaryPositionalEmbedding.forward
-        if is_rope and getattr(kind, "project", None) in projects:
+        has_rope = rotate is RotaryPositionalEmbedding.forward
+        if has_rope and getattr(kind, "project", None) in projects:
             join(uses, layer.q_proj, layer.k_proj, layer.v_proj)
             changed.project = MethodType(project, layer)
         elif kind.forward is SwiGLU.forward:
@@ -73,8 +73,8 @@ def join(uses: Counter[nn.Parameter], *linears: Any) -> None:
         if any(each is not None for each in held):
             if any(uses[each] > 1 for each in held):
                 raise ValueError(
-                    "weights of merged projections must not be shared, got one that "
-                    f"belongs to another layer, too, of {linears}: clone it first"
+                    "merged weights must not be shared with another layer, got one "
+                    f"that is, of {linears}: clone it first"
                 )
             views = torch.cat(held).split([len(each) for each in held])
             for each, view in zip(held, views, strict=True):
@@ -124,6 +124,7 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `project` of attention returns."""
     qkv = product(x, self.q_proj, self.k_proj, self.v_proj)
+    # Without einops, whose search for the pattern counts in the time of one token.
     heads = qkv.unflatten(-1, (-1, self.d_head)).transpose(-2, -3)
     num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
     q, k, v = heads.split(num_heads, dim=-3)

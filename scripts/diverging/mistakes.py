@@ -47,7 +47,7 @@ class Pair:
         return f"{self.ours.name} ({self.theirs.name})"
 
 
-def wrong(line: str, pairs: list[Pair], *places: Pair) -> Answer:
+def with_table(line: str, pairs: list[Pair], *places: Pair) -> Answer:
     """Return an answer with a table of pairs or, if some are named, of those around them."""
     columns = ["module", "partner", "input off by", "result off by"]
     rows = [[p.ours.name, p.theirs.name, p.input, p.result] for p in pairs]
@@ -93,7 +93,7 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     others = [pair for pair in exchanged if pair.result > TOLERANCE]
     modules = "1 module" if len(others) == 1 else f"{len(others)} modules"
     line = f"OTHER WEIGHTS in {modules}, else the same function"
-    return wrong(line, others)
+    return with_table(line, others)
 
 
 def partners(ours: Run, theirs: Run, known: list[Pair]) -> list[Pair]:
@@ -198,7 +198,7 @@ def wrong_in_forward(run: Run, pairs: list[Pair], off: float) -> Answer:
     inside = [pair for pair in leaks if pair.ours.is_inside(place.ours)][:1]
     for first in inside:
         line += f"; it shows first in {first.ours.name}"
-    return wrong(line, pairs, place, *inside)
+    return with_table(line, pairs, place, *inside)
 
 
 def leaking(run: Run, pairs: list[Pair]) -> list[Pair]:
@@ -292,9 +292,10 @@ def is_layer(call: Call) -> bool:
 
 
 def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | None:
-    """Name the innermost pair with equal gradients of the result, but not of the input.
+    """Name the innermost pair with equal gradients of results, but not of what it gets.
 
-    Or not of the weights. Those of several calls are compared in the whole model.
+    That is its input and its weights. Weights of several calls are compared in the whole
+    model.
     """
     sums = backward(ours) | backward(theirs)
     calls = [*ours.calls, *theirs.calls]
@@ -320,7 +321,7 @@ def wrong_in_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | Non
                 f"MISTAKE in backward, in {pair.names}: its gradients are off by "
                 f"about {off:.0e}"
             )
-            return wrong(line, pairs, pair)
+            return with_table(line, pairs, pair)
     return None
 
 

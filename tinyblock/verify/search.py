@@ -109,10 +109,8 @@ def observe(cases: dict[str, Any]) -> dict[str, Observation]:
         seen = Observation(case, x, weights, None, False, torch.tensor(True))
         try:
             right = seen.of(FORMS[case.name][0].formula)
-        except (
-            KeyError,
-            TypeError,
-        ):  # other names of weights; an option of an edited page
+        except (KeyError, TypeError):
+            # Its weights have other names, or an edited page has another option.
             continue
         seen.compared = right.isfinite()
         with contextlib.suppress(Exception):
