@@ -347,25 +347,28 @@ class _Check:
 
     def message(self, seen: _Description, found: _Description) -> str:
         """Return what is wrong with a call, or an empty text."""
+        with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
+            lines = self.lines(seen, found)
+        return "\n".join([_callers_line(self.function), *lines]) if lines else ""
+
+    def lines(self, seen: _Description, found: _Description) -> list[str]:
+        """Return the lines about the first value that is wrong."""
         has_symbols = _has_symbols((seen, found))
         sizes: dict[str, Any] = {}
         checked: list[tuple[_Part, _Item]] = []
-        with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-            for side, description in ((self.before, seen), (self.after, found)):
-                for brace, size in side.sizes_in(description).items():
-                    if not isinstance(size, (int, SymInt)):
-                        line = _callers_line(self.function)
-                        return f"{line}\n{{{brace}}} must be an int, got {size!r}"
-                    sizes[brace] = size
-                    _axis_fits(side.braces[brace], size)  # which jaxtyping remembers
-                for part, item in zip(side.parts, description, strict=False):
-                    if item is None:
-                        continue
-                    checked.append((part, item))
-                    if not _fits(part.options, item, has_symbols):
-                        lines = _explained(checked, sizes)
-                        return "\n".join([_callers_line(self.function), *lines])
-        return ""
+        for side, description in ((self.before, seen), (self.after, found)):
+            for brace, size in side.sizes_in(description).items():
+                if not isinstance(size, (int, SymInt)):
+                    return [f"{{{brace}}} must be an int, got {size!r}"]
+                sizes[brace] = size
+                _axis_fits(side.braces[brace], size)  # which jaxtyping remembers
+            for part, item in zip(side.parts, description, strict=False):
+                if item is None:
+                    continue
+                checked.append((part, item))
+                if not _fits(part.options, item, has_symbols):
+                    return _explained(checked, sizes)
+        return []
 
 
 # What a call has: its description ----------------------------------------------------
