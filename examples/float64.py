@@ -30,8 +30,8 @@ WIDE = {
 }
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return WIDE.get(dtype, dtype)
+def wide(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -47,10 +47,11 @@ class Float64(TorchDispatchMode):
         if set(types) - {Tensor, nn.Parameter}:
             return NotImplemented  # first to a subclass, which asks again with tensors
         torch.set_default_dtype(torch.float64)  # a model may have set its own
-        given = args, kwargs or {}
+        kwargs = kwargs or {}
         if func is not torch.ops.aten.view.dtype:  # which does not convert
-            given = tree_map_only(torch.dtype, wide, given)
-        result = func(*given[0], **given[1])
+            args = [wide(each) for each in args]
+            kwargs = {name: wide(each) for name, each in kwargs.items()}
+        result = func(*args, **kwargs)
         # What torch.tensor and numpy made is seen here for the first time.
         if isinstance(result, Tensor):  # of most operations: at once
             return widened(result)
