@@ -13,8 +13,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # What the tests import stays. It is 700,000 objects, among which each search for garbage
-# takes half a second.
+# takes half a second. What each test leaves is little.
 gc.disable()
+gc.set_threshold(10_000)
 
 
 NO_GPU = "requires a GPU"
