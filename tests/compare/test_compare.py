@@ -260,7 +260,7 @@ def test_layers_and_inputs_are_on_the_device_that_was_typed(capsys):
         return Peer(list(block.parameters()), {"Block": layer})
 
     code = main(
-        ["--device", "meta", "--cases", "*-tiny-token-eager", "--processes", "1"],
+        ["--device=meta", "--cases=*-tiny-token-eager", "--processes=1", "--rounds=1"],
         peers_on=lambda device: {"watched": watched, device.type: watched},
         call=lambda measure, case: measure(case),
     )
