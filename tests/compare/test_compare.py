@@ -18,7 +18,7 @@ from compare import (
 )
 from lab.sizes import Size
 from lab.timing import Clock
-from peers import Peer, control, installed
+from peers import Peer, control, installed, make_block
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,6 +100,7 @@ def run(clock, capsys):
         of_processes = iter((1.0, 1.0, 4.0, 0.25))  # the first is that of training
 
         def call(measure, case):
+            torch.set_num_threads(2)  # as a new process has several
             clock.of_process = next(of_processes)
             return measure(case)
 
@@ -291,6 +292,12 @@ def test_the_blocks_of_llama_are_measured_on_cuda_alone():
 
 def test_each_case_is_measured_in_a_process_that_has_measured_nothing():
     assert in_a_new_process(os.getpid) != os.getpid()
+
+
+def test_a_block_and_its_input_are_the_same_each_time():
+    (one, x), (other, y) = (make_block(Size(), torch.float32, CPU) for _ in "ab")
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+    assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("factor", [1.0001, float("nan")])
