@@ -294,10 +294,12 @@ def test_each_case_is_measured_in_a_process_that_has_measured_nothing():
     assert in_a_new_process(os.getpid) != os.getpid()
 
 
-def test_a_block_and_its_input_are_the_same_each_time():
+def test_a_block_is_the_same_each_time_and_has_other_norms_than_new_ones():
     (one, x), (other, y) = (make_block(Size(), torch.float32, CPU) for _ in "ab")
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
     assert torch.equal(x, y)
+    for norm in (one.ln1, one.ln2):
+        assert 0.08 < norm.weight.std() < 0.12
 
 
 @pytest.mark.parametrize("factor", [1.0001, float("nan")])
