@@ -26,14 +26,16 @@ def test_report_json_and_trace_of_a_stack_have_the_same_parts(tmp_path):
     """In a program of its own, without beartype, which the own layers do not need."""
     (tmp_path / "beartype.py").write_text("raise ModuleNotFoundError('beartype')")
     figures, trace = tmp_path / "figures.json", tmp_path / "trace.json"
-    sizes = ["--preset", "small", "--d-model", 128, "--num-heads", 2, "--num-layers", 2]
+    sizes = ["--preset=small", "--d-model=128", "--num-layers=2"]
+    sizes += ["--num-heads=2", "--num-kv-heads=1"]
     outputs = ["--json", figures, "--trace", trace, "--all-parts"]
     command = [profile_block.__file__, *ON_A_CPU, *sizes, "--mode", "step", *outputs]
     exit_code, text = forked.run_program(*command, folder=tmp_path)
     assert exit_code == 0, text
     # The width of the FFN is that of the preset.
-    model = "Transformer of 2, 2 heads, d_ff 3072: 1 x 128 tokens, d_model 128"
-    assert f"\n{model}; float32, step, eager, training mode\n" in text
+    model = "Transformer of 2, 2 heads (1 KV heads), d_ff 3072"
+    size = "1 x 128 tokens, d_model 128; float32, step, eager, training mode"
+    assert f"\n{model}: {size}\n" in text
     assert "\nShape checks: off (" in text
     table = text.partition("\npart ")[2].partition("\n\n")[0].splitlines()[1:]
     assert [line.split()[0] for line in table] == [*PARTS, "rest", "total"]
