@@ -80,7 +80,6 @@ def start(function, *arguments, output, environment=None):
 
 def _call(function, arguments, output, environment):
     gc.freeze()  # do not look for garbage in all that the server imported
-    gc.set_threshold(10_000)
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
