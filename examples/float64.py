@@ -48,7 +48,8 @@ class Float64(TorchDispatchMode):
             return NotImplemented  # first to a subclass, which asks again with tensors
         torch.set_default_dtype(torch.float64)  # a model may have set its own
         kwargs = kwargs or {}
-        if func is not torch.ops.aten.view.dtype:  # which does not convert
+        # No operation takes a dtype inside a list. view(dtype) does not convert.
+        if func is not torch.ops.aten.view.dtype:
             args = [wide(each) for each in args]
             kwargs = {name: wide(each) for name, each in kwargs.items()}
         result = func(*args, **kwargs)

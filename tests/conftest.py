@@ -13,8 +13,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # What the tests import stays. It is 700,000 objects, among which each search for garbage
-# takes half a second. What each test leaves is little.
+# takes half a second.
 gc.disable()
+# A test leaves little garbage. By default, Python looks for it after 700 new objects.
 gc.set_threshold(10_000)
 
 

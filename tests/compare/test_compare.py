@@ -294,8 +294,9 @@ def test_each_case_is_measured_in_a_process_that_has_measured_nothing():
     assert in_a_new_process(os.getpid) != os.getpid()
 
 
-def test_a_block_is_the_same_each_time_and_has_other_norms_than_new_ones():
-    (one, x), (other, y) = (make_block(Size(), torch.float32, CPU) for _ in "ab")
+def test_a_block_is_the_same_each_time_and_its_norm_weights_differ():
+    """Otherwise a layer without these weights would be measured as right."""
+    (one, x), (other, y) = (make_block(Size(), torch.float32, CPU) for _ in range(2))
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
     assert torch.equal(x, y)
     for norm in (one.ln1, one.ln2):

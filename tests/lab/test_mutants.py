@@ -45,10 +45,10 @@ def test_changes_are_the_same_each_time():
 # It divides, and checks the result. Annotations and the texts of errors are not changed.
 MODULE = """
 def share(part: float, whole: int | None) -> float:
-    share = part / whole
-    if not share:
+    result = part / whole
+    if not result:
         raise ValueError(f"a share must not be {0 + 0}", 0)
-    return share
+    return result
 """
 TEST = """
 import sys
@@ -100,7 +100,7 @@ def run(tmp_path):
 def test_each_change_that_no_test_notices_is_a_line(run, tmp_path):
     """Also in a log. Only the changes that its own tests do not notice run the others.
 
-    Each is made alone: the last one but one, which the tests notice, is taken back.
+    The second one, which the tests notice, is taken back before the third.
     """
     assert run("scripts/lab/second.py", "scripts/lab/module.py").splitlines() == [
         "3 changes take about 1 min at most",
