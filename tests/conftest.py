@@ -11,6 +11,8 @@ import pytest
 
 # Before torch starts. The tensors are small, and threads would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Small graphs have few equal operations, and to note each one takes longer than to repeat it.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 
 # What the tests import stays. It is 700,000 objects, among which each search for garbage
 # takes half a second.

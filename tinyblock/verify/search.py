@@ -7,6 +7,7 @@ If two different functions do, nothing is said.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -213,6 +214,9 @@ def raises(changes: Sequence[Change], seen: Observation) -> bool:
     return False
 
 
+_compiled = functools.cache(compile)
+
+
 @contextlib.contextmanager
 def applied(changes: Sequence[Change]) -> Iterator[None]:
     """Change functions of equations.py, which also call each other."""
@@ -220,7 +224,7 @@ def applied(changes: Sequence[Change]) -> Iterator[None]:
     before = {change.function: functions[change.function] for change in changes}
     try:
         for change in changes:
-            exec("\n".join(change.after), functions)
+            exec(_compiled("\n".join(change.after), change.function, "exec"), functions)
         with called([change.function for change in changes]):
             yield
     finally:
