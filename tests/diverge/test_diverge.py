@@ -442,6 +442,10 @@ def test_an_adapter_that_was_merged_and_rounded_is_no_mistake():
 # --- Rounding -----------------------------------------------------------------------------
 
 
+def relative_error(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
 class Chain(nn.Module):
     """Return b(a(x) + x)."""
 
@@ -475,15 +479,29 @@ def test_errors_and_shares_are_those_of_each_step_by_hand():
     rows = {row[0]: row[1:] for row in found.rows}
     assert rows.keys() == own.keys()
     for name, (calls, error, least, ratio, part) in rows.items():
-        norm = exact[name].norm()
-        rounded = exact[name].bfloat16().double()
         assert calls == 1
-        assert error == pytest.approx((own[name].norm() / norm).item(), rel=1e-9)
-        expected = ((rounded - exact[name]).norm() / norm).item()
+        expected = relative_error(found_by_hand[name], exact[name])
+        assert error == pytest.approx(expected, rel=1e-9)
+        expected = relative_error(exact[name].bfloat16(), exact[name])
         assert least == pytest.approx(expected, rel=1e-9)
         assert ratio == pytest.approx(error / least, rel=1e-9)
         share = ((added[name] * off).sum() / off.square().sum()).item()
         assert part == pytest.approx(share, rel=1e-9)
+
+
+def test_calls_of_one_module_are_one_part():
+    linear = nn.Linear(8, 8, bias=False)
+    model = nn.Sequential(linear, linear).bfloat16()
+    x = torch.randn(6, 8, dtype=torch.bfloat16)
+    errors = []
+    for given in (x, linear(x)):
+        exact = given.double() @ linear.weight.double().T
+        errors.append(relative_error(linear(given), exact))
+    found = compared(lambda: (copy.deepcopy(model), (x,)))
+    [[_, calls, error, _, _, share]] = found.rows
+    assert calls == 2
+    assert error == pytest.approx(math.hypot(*errors) / 2**0.5, rel=1e-9)
+    assert share == pytest.approx(1, rel=1e-9)
 
 
 class Masked(nn.Linear):
@@ -511,8 +529,14 @@ def test_a_norm_that_rounds_twice_is_seen_beside_its_partner():
         norm.weight.data.copy_(torch.linspace(1, 2, WIDTH))
         return norm.bfloat16(), (x,)
 
-    found = compared(lambda: build(nn.RMSNorm(WIDTH, eps=1e-6)), lambda: build(Norm()))
-    require(found, "SAME FUNCTION; in bfloat16", 0)
+    builds = (lambda: build(nn.RMSNorm(WIDTH, eps=1e-6)), lambda: build(Norm()))
+    found = compared(*builds)
+    (ours, _), (theirs, _) = (each() for each in builds)
+    weight = ours.weight.double()
+    exact = nn.functional.rms_norm(x.double(), (WIDTH,), weight, 1e-6)
+    off, partners = (relative_error(norm(x), exact) for norm in (ours, theirs))
+    line = f"the result is off by {off:.1e}, theirs by {partners:.1e}; "
+    require(found, f"SAME FUNCTION; in bfloat16, {line}", 0)
     [row] = found.rows
     assert row[4] == pytest.approx(1, abs=0.01)
     assert row[6] > 1.2
