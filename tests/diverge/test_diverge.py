@@ -84,6 +84,14 @@ class Table(nn.Module):
         return x * self.angles.cos() * self.weight
 
 
+def test_frozen_weights_are_compared_too():
+    def frozen():
+        model, inputs = plain()
+        return model.requires_grad_(False), inputs
+
+    assert are_same(frozen, plain)
+
+
 def test_tables_are_built_again_in_float64():
     """In float32, angles of position 100,000 are off by 0.01."""
 
