@@ -82,7 +82,7 @@ class Observation:
             compared &= self.compared
         if compared.sum() < result.numel() / 2:
             return False
-        return is_close(self.result[compared], result[compared])
+        return is_close(self.result.where(compared, 0), result.where(compared, 0))
 
     def of(self, formula: Callable[..., Tensor]) -> Tensor:
         """Return what a formula gives for the same input."""
@@ -278,8 +278,8 @@ def is_close(
     finite = expected.isfinite()
     if not torch.equal(actual.isfinite(), finite):
         return False
-    error = (actual - expected)[finite].norm()
-    return bool(error <= allowed * expected[finite].norm())
+    error = (actual - expected).where(finite, 0).norm()
+    return bool(error <= allowed * expected.where(finite, 0).norm())
 
 
 # Of the inputs that tell functions apart, by option. No size follows from the others.
