@@ -23,17 +23,16 @@ def new_copies(project):
 
 
 def edits_and_changes(project):
-    """Of copies with an edit, a conflict, CRLF, no last line end, a link, and a new import."""
-    project.run("add", "block", "rope")
+    """Of copies with an edit, a new import, a conflict, CRLF, no last line end, and a link."""
+    project.run("add", "attention", "ffn", "rmsnorm", "rope")
     project.edit("ffn.py", "return F.silu(x)\n", "return F.silu(x)  # mine\n")
     project.edit("rope.py", "import math\n", "import math  # mine\n")
     (project.folder / "rmsnorm.py").unlink()
     text = project.contents()["attention.py"] + b"MINE = 1"
     project.write("attention.py", text.replace(b"\n", b"\r\n"))
-    project.append("block.py", "# mine")
     (project.folder / "shared").mkdir()
-    (project.folder / "block.py").rename(project.folder / "shared" / "block")
-    (project.folder / "block.py").symlink_to("shared/block")
+    (project.folder / "attention.py").rename(project.folder / "shared" / "attention")
+    (project.folder / "attention.py").symlink_to("shared/attention")
     return ["update", project.name]
 
 
@@ -51,12 +50,12 @@ def partial_files(project):
 def change(project):
     """What edits_and_changes is updated to."""
     project.change("ffn.py", "def gelu(", f"{RELU}def gelu(")
+    imports = "from torch import Tensor, nn\n"
+    project.change(
+        "ffn.py", imports, f"{imports}from .parallelize import parallelize\n"
+    )
     project.change("rope.py", "import math\n", "import math  # new\n")
     project.change("attention.py", "import torch\n", "import torch  # new\n")
-    imports = "from .ffn import SwiGLU\n"
-    project.change(
-        "block.py", imports, f"{imports}from .parallelize import parallelize\n"
-    )
 
 
 @pytest.mark.parametrize("prepare", [new_copies, edits_and_changes, partial_files])
