@@ -214,6 +214,7 @@ def raises(changes: Sequence[Change], seen: Observation) -> bool:
     return False
 
 
+# Two layers may have one equation, and so the same changes.
 _compiled = functools.cache(compile)
 
 
