@@ -215,7 +215,7 @@ def raises(changes: Sequence[Change], seen: Observation) -> bool:
 
 
 # Two layers may have one equation, and so the same changes.
-_compiled = functools.cache(compile)
+compiled = functools.cache(compile)
 
 
 @contextlib.contextmanager
@@ -225,7 +225,8 @@ def applied(changes: Sequence[Change]) -> Iterator[None]:
     before = {change.function: functions[change.function] for change in changes}
     try:
         for change in changes:
-            exec(_compiled("\n".join(change.after), change.function, "exec"), functions)
+            text = "\n".join(change.after)
+            exec(compiled(text, change.function, "exec"), functions)
         with called([change.function for change in changes]):
             yield
     finally:
